@@ -72,7 +72,6 @@ sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times o
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/killed_runs.py $(SWEEP_FOLDER)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/broken_runs.py $(SWEEP_FOLDER)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/faulty_runs.py $(SWEEP_FOLDER)
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/standing_rank.py $(SWEEP_FOLDER)
 
 mangled: $(VENV)/dev.stamp  ## 5,000 run folders and 1,000 other inputs, damaged at random: refused, or read as they were written
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20

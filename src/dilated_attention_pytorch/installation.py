@@ -27,6 +27,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "track": ("mlflow>=3", "prometheus-client>=0.20", "wandb>=0.22"),
     "train": (
         "accelerate>=1.10",
+        "filelock>=4.3",
         "matplotlib>=3.8",
         "numpy",
         "rich>=13",

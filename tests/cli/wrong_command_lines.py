@@ -331,7 +331,7 @@ TABLE: dict[str, list[Row]] = {
         Row("train --resume {}/nothing", "there is no such folder; name the --output of the run that was stopped"),
         Row("train --resume {}/taken", "training.json does not exist; name the --output of a `train` command"),
         Row("train --resume {}/finished", "that run is finished; sample from it with `dilated-attention generate"),
-        Row("train --resume {}/unbegun", "stopped before its first checkpoint; begin anew"),
+        Row("train --resume {}/unbegun", "stopped before its first checkpoint; start a new run"),
         Row("train --resume {}/truncated", "model.safetensors is damaged or was not written to its end"),
         Row("train --resume {}/cut-optimizer", "optimizer.pt is damaged or was not written to its end: it has"),
         Row("train --resume {}/no-scheduler", "scheduler.pt does not exist; restore the folder from a copy"),

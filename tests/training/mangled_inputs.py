@@ -36,12 +36,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dilated_attention_pytorch.cli import main as run_command
 from dilated_attention_pytorch.training import ExtensionSettings, RunError, extend, extension, lease, train
 from dilated_attention_pytorch.training import run as training_run
+from dilated_attention_pytorch.training.checkpoint import choose_start
 from dilated_attention_pytorch.training.data.run_data import RunData, read_data, read_tokenizer
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.faults import note_fault
 from dilated_attention_pytorch.training.manifest import read_sealed, write_manifest
 from dilated_attention_pytorch.training.stages import StageSettings
-from dilated_attention_pytorch.training.start import choose_start
 from training.damage import (
     NothingLeft,
     Watched,
@@ -72,6 +72,12 @@ class World(Watched):
 
     data: RunData
     """What is read through the cache that lies in it."""
+
+
+_LEASE = {
+    "lease.json": '{"token": "x", "holder": {"host": "h", "pid": 1, "place": "p", "started": "s"}}',
+    "lease.lock": "filelock/2\npid=1\nhost=h\nmode=lease\ntoken=x\nduration=0.2\n",
+}
 
 
 def make_world(folder: Path) -> World:
@@ -167,7 +173,7 @@ KINDS = [
          "{n}/cache"),
     Kind("run.toml", "stopped", "run.toml", "train --config {c}/run.toml --output {n}/new"),
     Kind("training.json", "stopped", "training.json", f"train --resume {{c}}\n{_GENERATE}\n{_EVAL}\n{_REPORT}"),
-    Kind("logs", "stopped", "faults.jsonl metrics.jsonl lease.json", f"train --resume {{c}}\n{_REPORT}"),
+    Kind("logs", "stopped", "faults.jsonl metrics.jsonl lease.json lease.lock", f"train --resume {{c}}\n{_REPORT}"),
     Kind("checkpoint", "stopped", "checkpoint-*/*", f"train --resume {{c}}\n{_GENERATE}\n{_EVAL}"),
     Kind("checkpoint of two processes", "two", "checkpoint-*/*", "ranks {c}"),
     Kind("finished run", "finished", "model.safetensors config.json manifest.json training.json tokenizer*.json "
@@ -237,8 +243,8 @@ def _damaged(kind: Kind, copy: Path, world: World, draw: random.Random) -> Itera
                     (path.parent / "model.safetensors").unlink()
                 yield payload(path.with_name(name), draw, world.canary)
             else:
-                if path.name == "lease.json" and not path.exists():
-                    path.write_text('{"token": "x", "holder": {"host": "h", "pid": 1, "place": "p", "started": "s"}}')
+                if path.name in _LEASE and not path.exists():
+                    path.write_text(_LEASE[path.name])
                 yield draw.choice(DAMAGES)(whole(path), draw)
 
 

@@ -248,7 +248,7 @@ def _start_of(run: Path) -> Path | None:
             resume(run, quiet())
         except RunError:
             return None
-    found: Path | None = taken[0].place.start.checkpoint
+    found: Path | None = taken[0].opened.start.checkpoint
     assert found is not None
     return found
 

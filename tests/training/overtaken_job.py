@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.training import process, publishing
+from dilated_attention_pytorch.training import checkpoint, lease, process
 
 
 def stop_after_publishing(step: int) -> None:
     """Have this process stop itself there, once."""
-    sync = publishing.sync
+    sync = checkpoint.sync
 
     def sync_and_stop(path: Path) -> None:
         sync(path)
@@ -28,10 +29,11 @@ def stop_after_publishing(step: int) -> None:
             stopped.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    publishing.sync = sync_and_stop
+    checkpoint.sync = sync_and_stop
 
 
 if __name__ == "__main__":
-    process._place = lambda: "another host"
+    process._place = socket.gethostname = lambda: "another-host"
+    lease.LEASE_SECONDS = 1.0
     stop_after_publishing(int(sys.argv[1]))
     main(sys.argv[2:])

@@ -15,12 +15,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, train
+from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, preflight, train
 from dilated_attention_pytorch.training.callbacks import Metrics
-from dilated_attention_pytorch.training.checkpoint import staging_folder
+from dilated_attention_pytorch.training.checkpoint import Start, staging_folder
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed, write_manifest
-from dilated_attention_pytorch.training.start import Start
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 
 
@@ -66,6 +65,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
             signal.raise_signal(number)
 
     monkeypatch.setattr(Metrics, "on_log", write_and_signal)
+
+
+def without_checks_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs begin without the checks of packages and trackers."""
+    monkeypatch.setattr(preflight, "TRAINING", dataclasses.replace(preflight.TRAINING, settings=()))
 
 
 def record_samples(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

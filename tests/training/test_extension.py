@@ -532,8 +532,8 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(extension, "_go", lambda run, record, device: run)
         taken: Any = resume_extension(run, quiet())
-        assert taken.place.start.checkpoint == older
-        assert list(taken.place.start.left) == [checkpoint.name]
+        assert taken.opened.start.checkpoint == older
+        assert list(taken.opened.start.left) == [checkpoint.name]
     shutil.rmtree(older)
     with pytest.raises(RunError, match=r"optimizer\.pt is damaged"):
         resume_extension(run, quiet())

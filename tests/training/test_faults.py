@@ -20,9 +20,9 @@ from rich.console import Console
 from torch import Tensor
 
 from dilated_attention_pytorch.memory import is_out_of_memory
-from dilated_attention_pytorch.training import RunError, TrainSettings, publishing, resume, run_checkpoints, train
+from dilated_attention_pytorch.training import RunError, TrainSettings, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, publish
 from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
@@ -65,7 +65,7 @@ def test_checkpoints_that_are_written_beside_the_steps_are_byte_for_byte_those_t
 def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits_for_it(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish, step_done, seen = publishing.publish, threading.Event(), []
+    step_done, seen = threading.Event(), []
     take = LongNetTrainer.training_step
 
     def publish_late(*args: Any, **options: Any) -> None:

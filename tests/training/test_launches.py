@@ -144,6 +144,19 @@ def test_ranks_end_when_their_agent_is_killed_and_the_folder_is_free_at_once(tmp
 
 
 @pytest.mark.slow
+def test_a_run_in_which_a_rank_stands_still_begins_again_and_comes_to_its_end(tmp_path: Path, figure: Any) -> None:
+    """More than half a minute: torchrun waits so long for a process that does not end when it is told to."""
+    words = ["waits", "1", "6", *_words(write_texts(tmp_path / "texts"), tmp_path / "run"), "--eval-windows", "1"]
+    ended = run_whole(_command(2, [*words, "--timeout", "6"], "--max-restarts", "2"), HANG_SECONDS, env=_environment())
+    assert ended.returncode == 0, ended.stderr
+    (failed,), (resumed,) = (read_faults(tmp_path / "run", kind) for kind in ("failed", "resumed"))
+    assert failed["reason"].startswith("training: rank 1 is alive, but takes no part"), failed
+    assert (resumed["step"], resumed["processes"]) == (4, 2)
+    assert (tmp_path / "run" / "checkpoint-9").is_dir()
+    figure("rank 1 of 2 stands still in step 7: seconds lost", cost_of_faults(tmp_path / "run").seconds_lost)
+
+
+@pytest.mark.slow
 def test_a_run_that_loses_a_node_goes_on_without_it(tmp_path: Path, figure: Any) -> None:
     """Two agents stand for two nodes; the one with rank 1 is killed with all that it has started."""
     words = ["waits", "1", "6", *_words(write_texts(tmp_path / "texts"), tmp_path / "run"), "--eval-windows", "1"]

@@ -16,31 +16,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import SoftFileLease
 from transformers import Trainer
 
-from dilated_attention_pytorch.training import RunError, lease, publishing, resume, train
+from dilated_attention_pytorch.training import RunError, lease, resume, train
+from dilated_attention_pytorch.training import checkpoint as checkpoint_module
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import STAGING, file_names, latest_checkpoint, staging_folder
-from dilated_attention_pytorch.training.lease import LEASE_NAME, Lease
-from dilated_attention_pytorch.training.process import mark_of
+from dilated_attention_pytorch.training.lease import HOLDER_NAME, LEASE_NAME, Lease
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from support.processes import TESTS, end_whole, environment
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
 
 
-def _leave(run: Path, **holder: Any) -> dict[str, Any]:
-    """A lease that somebody has, or had."""
-    mark = {**mark_of(os.getpid()).to_dict(), **holder}
-    record = {"token": "theirs", "holder": mark, "since": "2026-01-01T00:00:00", "command": "train", "renewed": "0"}
-    (run / LEASE_NAME).write_text(json.dumps(record))
-    return record
+def _leave(run: Path, *, pid: int, host: str = "elsewhere", start: int = 1) -> None:
+    """The lease that a process has, or had."""
+    lines = [
+        "filelock/2",
+        f"pid={pid}",
+        f"host={host}",
+        "mode=lease",
+        "token=theirs",
+        f"duration={lease.LEASE_SECONDS}",
+    ]
+    (run / LEASE_NAME).write_text("\n".join([*lines, f"start={start}", ""]))
+    mark = {"host": host, "pid": pid, "place": "another", "started": str(start)}
+    record = {"token": "theirs", "holder": mark, "since": "2026-01-01T00:00:00", "command": "train"}
+    (run / HOLDER_NAME).write_text(json.dumps(record))
 
 
-def _ended() -> dict[str, Any]:
-    """The mark of a process of this machine that has ended."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        return mark_of(process.pid).to_dict()
+def _token(run: Path) -> str:
+    return json.loads((run / HOLDER_NAME).read_text())["token"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name of this machine in a lease."""
+    with SoftFileLease(tmp_path_factory.mktemp("lease") / "lock") as own:
+        assert own.owner is not None
+        return own.owner.hostname
+
+
+@pytest.fixture(scope="module")
+def ended() -> int:
+    """The number of a process of this machine that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid
 
 
 def test_a_second_job_on_a_run_folder_is_refused_and_told_who_holds_it(
@@ -50,16 +72,16 @@ def test_a_second_job_on_a_run_folder_is_refused_and_told_who_holds_it(
     run = stopped_run(monkeypatch, settings, tmp_path / "run", 2).run
     before = sorted(path.name for path in run.rglob("*"))
     with Lease(run) as held:
-        since = json.loads((run / LEASE_NAME).read_text())["since"]
+        since = json.loads((run / HOLDER_NAME).read_text())["since"]
         with pytest.raises(RunError, match=rf"in use: process {os.getpid()} on .* holds it since .*{since[:10]}"):
             resume(run, quiet())
         held.check()
     assert sorted(path.name for path in run.rglob("*")) == before
     assert resume(run, quiet()).step == 9
-    assert not (run / LEASE_NAME).exists()
+    assert not list(run.glob("lease.*"))
 
 
-def test_two_jobs_that_begin_at_once_do_not_both_get_the_folder(tmp_path: Path) -> None:
+def test_two_jobs_that_begin_at_once_do_not_both_get_the_folder(tmp_path: Path, here: str, ended: int) -> None:
     for _ in range(20):
         together, held, refused = threading.Barrier(4), [], []
 
@@ -71,7 +93,7 @@ def test_two_jobs_that_begin_at_once_do_not_both_get_the_folder(tmp_path: Path) 
             except RunError as error:
                 refused.append(error)
 
-        _leave(tmp_path, **_gone)
+        _leave(tmp_path, host=here, pid=ended)
         jobs = [threading.Thread(target=begin) for _ in range(4)]
         for job in jobs:
             job.start()
@@ -83,72 +105,78 @@ def test_two_jobs_that_begin_at_once_do_not_both_get_the_folder(tmp_path: Path) 
         assert not any(tmp_path.iterdir())
 
 
-_gone = _ended()
-
-
-@pytest.mark.parametrize(
-    "holder",
-    [
-        _gone,
-        {**mark_of(os.getpid()).to_dict(), "started": "1"},  # its number was given to this process
-    ],
-    ids=["gone", "another process has its number"],
-)
+@pytest.mark.parametrize("is_reused", [False, True], ids=["gone", "another process has its number"])
 def test_what_a_process_of_this_machine_held_that_has_ended_is_free_at_once(
-    tmp_path: Path, holder: dict[str, Any]
+    tmp_path: Path, here: str, ended: int, is_reused: bool
 ) -> None:
     said: list[str] = []
-    _leave(tmp_path, **holder)
+    _leave(tmp_path, host=here, pid=os.getpid() if is_reused else ended)
     with Lease(tmp_path, said.append) as own:
         own.check()
     assert said == []
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("left", ["another host", "nothing", "no JSON"])
+def test_a_stopped_process_of_this_machine_keeps_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
+    code = "import os, signal, sys; from pathlib import Path; from dilated_attention_pytorch.training import lease\n"
+    code += "lease.LEASE_SECONDS = 0.2\nwith lease.Lease(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGSTOP)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment()) as holder:
+        assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
+        time.sleep(0.5)
+        with pytest.raises(RunError, match=rf"in use: process {holder.pid} on .* end it \(kill {holder.pid} on"):
+            Lease(tmp_path).__enter__()
+        holder.send_signal(signal.SIGCONT)
+    assert holder.returncode == 0
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("left", ["another host", "nothing", "no record"])
 def test_a_lease_that_nobody_renews_is_taken_over_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
     said: list[str] = []
-    _leave(tmp_path, host="elsewhere", place="another", pid=7)
+    _leave(tmp_path, pid=7)
     if left != "another host":
         (tmp_path / LEASE_NAME).write_text("" if left == "nothing" else "{'")
+        (tmp_path / HOLDER_NAME).write_text("" if left == "nothing" else "{'")
     with Lease(tmp_path, said.append) as own:
         own.check()
     (line,) = said
     assert "process 7 on elsewhere" in line or left != "another host"
+    assert not any(tmp_path.iterdir())
 
 
-def test_a_lease_that_a_host_renews_whose_processes_cannot_be_seen_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 300.0)
-    record = _leave(tmp_path, host="elsewhere", place="another", pid=7)
+def test_a_lease_that_a_host_renews_whose_processes_cannot_be_seen_is_left_alone(tmp_path: Path) -> None:
+    _leave(tmp_path, pid=7)
+    before = (tmp_path / LEASE_NAME).stat()
 
     def renew(line: str) -> None:
-        (tmp_path / LEASE_NAME).write_text(json.dumps({**record, "renewed": "1"}))
+        threading.Timer(0.5, os.utime, [tmp_path / LEASE_NAME]).start()
 
     with pytest.raises(RunError, match=r"in use: process 7 on elsewhere .* end it \(kill 7 on elsewhere\)"):
         Lease(tmp_path, renew).__enter__()
-    assert json.loads((tmp_path / LEASE_NAME).read_text())["renewed"] == "1"
+    assert (tmp_path / LEASE_NAME).stat().st_ino == before.st_ino
+    assert _token(tmp_path) == "theirs"
 
 
 def test_a_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.01)
-    renewed = threading.Event()
-    renew = Lease._renew
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.3)
+    with Lease(tmp_path) as own:
+        first, deadline = (tmp_path / LEASE_NAME).stat().st_mtime_ns, time.monotonic() + 60
+        while (tmp_path / LEASE_NAME).stat().st_mtime_ns == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        own.check()
 
-    def note(self: Lease, beats: int) -> None:
-        renew(self, beats)
-        if beats == 3:
-            renewed.set()
 
-    monkeypatch.setattr(Lease, "_renew", note)
-    with Lease(tmp_path):
-        first = json.loads((tmp_path / LEASE_NAME).read_text())["renewed"]
-        assert renewed.wait(60)
-        assert json.loads((tmp_path / LEASE_NAME).read_text())["renewed"] > first
+@pytest.mark.parametrize("name", [LEASE_NAME, HOLDER_NAME])
+def test_a_folder_in_the_place_of_a_lease_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunError, match=r"cannot be held \(Is a directory\): .* remove .*lease\.\* if no job"):
+        Lease(tmp_path).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +187,7 @@ def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monke
         write(self, args, state, control, logs, **options)
         if state.global_step == 6 and "loss" in logs:
             (run / LEASE_NAME).unlink()
-            _leave(run, pid=7, host="elsewhere")
+            _leave(run, pid=7)
 
     monkeypatch.setattr(Metrics, "on_log", write_and_lose)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
@@ -168,7 +196,7 @@ def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monke
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.name == "checkpoint-4"
-    assert json.loads((run / LEASE_NAME).read_text())["token"] == "theirs"
+    assert _token(run) == "theirs"
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 6
 
 
@@ -176,13 +204,13 @@ def test_a_checkpoint_that_is_being_written_when_the_lease_is_lost_is_not_publis
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, lost = tmp_path / "run", threading.Event()
-    write, write_manifest = Metrics.on_log, publishing.write_manifest
+    write, write_manifest = Metrics.on_log, checkpoint_module.write_manifest
 
     def write_and_lose(self: Metrics, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
         write(self, args, state, control, logs, **options)
         if state.global_step == 6 and "loss" in logs:
             (run / LEASE_NAME).unlink()
-            _leave(run, pid=7, host="elsewhere")
+            _leave(run, pid=7)
             lost.set()
 
     def write_when_lost(*args: Any, **options: Any) -> None:
@@ -190,17 +218,19 @@ def test_a_checkpoint_that_is_being_written_when_the_lease_is_lost_is_not_publis
         write_manifest(*args, **options)
 
     monkeypatch.setattr(Metrics, "on_log", write_and_lose)
-    monkeypatch.setattr(publishing, "write_manifest", write_when_lost)
+    monkeypatch.setattr(checkpoint_module, "write_manifest", write_when_lost)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
         train(tiny_settings(write_texts(tmp_path / "texts")), run, quiet())
     assert latest_checkpoint(run) is None
-    assert json.loads((run / LEASE_NAME).read_text())["token"] == "theirs"
+    assert _token(run) == "theirs"
 
 
-def test_what_is_left_of_a_run_that_was_killed_before_it_wrote_anything_is_a_free_folder(tmp_path: Path) -> None:
+def test_what_is_left_of_a_run_that_was_killed_before_it_wrote_anything_is_a_free_folder(
+    tmp_path: Path, here: str, ended: int
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    _leave(run, **_gone)
+    _leave(run, host=here, pid=ended)
     assert train(tiny_settings(write_texts(tmp_path / "texts"), steps=2), run, quiet()).step == 2
 
 
@@ -227,8 +257,8 @@ def _moments(patch: pytest.MonkeyPatch, overtake: Any, moment: int) -> Iterator[
         return do
 
     for name in ("clear", "sync", "write_manifest"):
-        patch.setattr(publishing, name, before(getattr(publishing, name)))
-    patch.setattr(publishing.os, "rename", before(os.rename))
+        patch.setattr(checkpoint_module, name, before(getattr(checkpoint_module, name)))
+    patch.setattr(checkpoint_module.os, "rename", before(os.rename))
     patch.setattr(Lease, "check", before(Lease.check))
     return count
 
@@ -247,7 +277,7 @@ def test_a_job_that_is_overtaken_at_any_moment_of_publishing_removes_nothing_of_
 
         def overtake(run: Path = run, theirs: dict[str, bytes] = theirs) -> None:
             (run / LEASE_NAME).unlink()
-            _leave(run, pid=7, host="elsewhere")
+            _leave(run, pid=7)
             for path in (run / "checkpoint-40", run / "checkpoint-50", run / "checkpoint-60"):
                 shutil.rmtree(path, ignore_errors=True)
             for step in (60, 70, 80, 90) if has_same else (70, 80, 90):
@@ -261,7 +291,7 @@ def test_a_job_that_is_overtaken_at_any_moment_of_publishing_removes_nothing_of_
             _write_checkpoint(staged, "ours")
             options: dict[str, Any] = {"run_id": "run", "processes": 1, "keep": 2, "left": ["checkpoint-60"]}
             try:
-                publishing.publish(staged, run, check=own.check, **options)
+                checkpoint_module.publish(staged, run, check=own.check, **options)
             except (RunError, OSError) as error:
                 told.append(str(error))
         if next(count) <= moment:
@@ -337,7 +367,7 @@ def test_what_a_killed_publishing_left_is_removed_when_the_run_is_resumed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(publishing, "_remove", lambda paths, check: None)
+        patch.setattr(checkpoint_module, "_remove", lambda paths, check: None)
         patch.setattr(training_run, "save_finished", be_killed)
         with pytest.raises(KeyboardInterrupt):
             train(settings, run, quiet())

@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from dilated_attention_pytorch.training import RunError, train
-from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
-from training.runs import open_run, quiet, tiny_settings, write_texts
+from training.runs import open_run, quiet, tiny_settings, without_checks_of_settings, write_texts
 
 _REASON = "Weights & Biases and MLflow are not installed here; `make trackers` installs them"
 wandb = pytest.importorskip("wandb", reason=_REASON)
@@ -108,7 +107,7 @@ def test_an_mlflow_server_that_goes_away_is_given_up_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setattr(training_run, "check_trackers", lambda settings: None)
+    without_checks_of_settings(monkeypatch)
     said = Console(file=io.StringIO(), width=1000)
     settings = tiny_settings(write_texts(tmp_path / "texts"), steps=3, track=("mlflow",))
     assert train(settings, tmp_path / "run", said).step == 3

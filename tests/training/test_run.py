@@ -199,7 +199,7 @@ def test_a_process_that_fails_says_what_is_left(texts: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(LongNetLM, "_attend", fail)
     # It takes the step with tensors that hold nothing, and would fail there.
-    monkeypatch.setattr("dilated_attention_pytorch.training.run.check_training_memory", lambda *arguments: None)
+    monkeypatch.setattr("dilated_attention_pytorch.training.preflight.check_training_memory", lambda *arguments: None)
     with pytest.raises(RunError, match="rank 3 died; no checkpoint was complete yet"):
         train(tiny_settings(texts), tmp_path / "run", quiet())
 

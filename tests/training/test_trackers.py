@@ -18,11 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.training import RunError, TrainSettings, resume, trackers, train
-from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
 from support.processes import free_port
-from training.runs import open_run, quiet, stopped_run, tiny_settings, write_texts
+from training.runs import open_run, quiet, stopped_run, tiny_settings, without_checks_of_settings, write_texts
 
 
 def figures_of(run: Path, name: str) -> dict[int, float]:
@@ -91,7 +90,7 @@ def test_a_port_that_is_taken_after_the_check_is_said_and_the_run_goes_on(
         holder.listen()
         port = holder.getsockname()[1]
         settings = tiny_settings(write_texts(tmp_path / "texts"), steps=2, track=("prometheus",), prometheus_port=port)
-        monkeypatch.setattr(training_run, "check_trackers", lambda settings: None)
+        without_checks_of_settings(monkeypatch)
         said = Console(file=io.StringIO(), width=1000)
         outcome = train(settings, tmp_path / "run", said)
     assert isinstance(said.file, io.StringIO)
@@ -141,7 +140,7 @@ def test_a_tracker_whose_server_goes_away_is_given_up_in_a_sentence_and_the_run_
     server = _AwayAfter(answers, ServerError("the server is away\nand more"))
     monkeypatch.setitem(trackers._OPEN, "mlflow", server.open)
     monkeypatch.setitem(trackers._FAILURES, "mlflow", lambda: (ServerError,))
-    monkeypatch.setattr(training_run, "check_trackers", lambda settings: None)
+    without_checks_of_settings(monkeypatch)
     said = Console(file=io.StringIO(), width=1000)
     settings = tiny_settings(write_texts(tmp_path / "texts"), track=("mlflow", "tensorboard"))
     outcome = train(settings, tmp_path / "run", said)

@@ -1,8 +1,7 @@
-"""A pretrained model of transformers taken to longer texts: measured, changed, trained on, measured again."""
+"""Context extension of a pretrained model: measured, changed, trained, measured again."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from dataclasses import dataclass
@@ -13,18 +12,17 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine, set_threads
+from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.output import write_text
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME
+from .checkpoint import RESTORE, SETTINGS_NAME, save_finished
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .data.sources import in_words
 from .extension_settings import ExtensionSettings
 from .flops import pretrained_flops, training_flops
-from .footprint import check_extension_memory
-from .lifecycle import OpenRun, begin, check_same_corpus, find_run, read_record, take_up, train_to_the_end
+from .lifecycle import OpenRun, begin, check_same_corpus, find_run, open_for_resume, read_record, train_to_the_end
 from .manifest import sealed, sums, verify_sums
 from .measures import Work
 from .outcome import STATES, ExtensionOutcome
@@ -36,14 +34,12 @@ from .pretrained import (
     load_config,
     load_model,
     num_kv_heads,
-    num_parameters,
 )
-from .publishing import save_finished
 from .rewind import with_rewind
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
 from .tokens import load_tokenizer, num_bytes, tokenized
-from .trackers import check_trackers, tracking
+from .trackers import tracking
 from .windows import EvaluationWindows, StagedBatches, one_batch
 
 if TYPE_CHECKING:
@@ -54,16 +50,23 @@ if TYPE_CHECKING:
 
 PICTURE_NAME = "context.png"
 _KIND = "extension"
-_FOR_SEVERAL = (
-    "for several call extend_context and give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
-)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inputs:
+    """What a run reads before its weights."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase | None
+    training: Text
+    held_out: Text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
     """A run whose checks have passed."""
 
-    place: OpenRun
+    opened: OpenRun
     settings: ExtensionSettings
     own_length: int
     training: Text
@@ -75,39 +78,51 @@ class _Run:
 def extend(
     settings: ExtensionSettings, output: Path, console: Console, *, may_resume: bool = False
 ) -> ExtensionOutcome:
-    """Take a pretrained model to longer texts, into the folder ``output``, which must be free.
+    """Extend the context length of a pretrained model, into the folder ``output``, which must be free.
 
     The model is measured on held-out text at its own length and at the new one, its positions are scaled and its
-    attention replaced (:func:`extend_context`), it is measured again, trained on windows that grow to the new length,
-    and measured a third time.
+    attention is replaced (:func:`extend_context`). It is measured again, trained on windows that grow to the new
+    length, and measured a third time.
 
     Args:
-        settings: what to do.
-        output: the run folder.
-        console: where to say what happens.
-        may_resume: go on with the run that the same settings began in ``output``, if there is one; return what came
-            of it if it is finished.
+        settings: settings of the run.
+        output: run folder.
+        console: console for messages.
+        may_resume: resume the run that the same settings began in ``output``, if there is one; return its outcome if
+            it is finished.
 
     Raises:
         RunError: the model, the data, the folder, the disk or the device does not allow it; before anything is written.
     """
-    preflight.check_packages("training")
-    check_trackers(settings)
-    preflight.check_alone("extend", _FOR_SEVERAL)
+    preflight.run_checks(preflight.EXTENDING.launch)
     return with_rewind(
-        lambda: _begin(settings, output, console, may_resume), lambda: _go_on(output, console, may_begin=True), console
+        lambda: _begin_or_resume(settings, output, console, may_resume),
+        lambda: _resume(output, console, may_begin=True),
+        console,
     )
 
 
-def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resume: bool) -> ExtensionOutcome:
-    preflight.check_optimizer(settings.optimizer)
+def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
+    """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
+
+    Raises:
+        RunError: no intact checkpoint, changed data, or a folder in use.
+    """
+    preflight.run_checks(preflight.EXTENDING.launch)
+    return with_rewind(lambda: _resume(folder, console), lambda: _resume(folder, console, may_begin=True), console)
+
+
+def _begin_or_resume(settings: ExtensionSettings, output: Path, console: Console, may_resume: bool) -> ExtensionOutcome:
+    preflight.run_checks(preflight.EXTENDING.settings, settings)
     found = find_run(output, settings, "extend") if may_resume else "nothing"
     if found == "finished":
         return ExtensionOutcome.of_finished(output)
-    if found == "stopped":
-        return _go_on(output, console, may_begin=True)
+    return _resume(output, console, may_begin=True) if found == "stopped" else _begin(settings, output, console)
+
+
+def _begin(settings: ExtensionSettings, output: Path, console: Console) -> ExtensionOutcome:
     preflight.check_output(output)
-    device = preflight.choose_device(settings.device)
+    settings, device = preflight.choose_machine(settings)
     what = f"--model {settings.model}"
     check_source(what, settings.model)
     config = load_config(what, settings.model)
@@ -116,41 +131,31 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resu
         settings = settings.complete(own_length, num_kv_heads(config))
     except ValueError as error:
         raise RunError(f"--{error}") from error
-    tokenizer = load_tokenizer(what, settings.model, config)
-    corpus = read_corpus(
-        settings.data, text_field=settings.text_field, say=functools.partial(console.print, markup=False)
-    )
-    training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
-    _check_text(training, held_out, settings)
-    preflight.check_no_float8(settings.precision, "extend")
-    precision = preflight.choose_precision(settings.precision, device)
-    settings = dataclasses.replace(settings, threads=set_threads(settings.threads), precision=precision)
-    check_extension_memory(settings, config, num_parameters(what, config), device)
-    model = load_model(what, settings.model, device)
-    preflight.check_space(output, sum(parameter.numel() for parameter in model.parameters()), settings)
-    _check_model(model, settings)
-    # What was changed to see whether it can be is read again rather than kept beside.
-    del model
-    windows = _held_out_windows(held_out, settings)
-    bytes_per_token = sum(num_bytes(window[1:], tokenizer) for window in windows) / sum(len(x) - 1 for x in windows)
-    model = load_model(what, settings.model, device)
-    with begin(output, console) as place:
+    preflight.run_checks(preflight.EXTENDING.machine, settings, output, device, config)
+    inputs = _read(settings, load_tokenizer(what, settings.model, config), console)
+    _check_text(inputs, settings)
+    _check_model(load_model(what, settings.model, device), settings)
+    model = load_model(what, settings.model, device)  # the check changes its model
+    windows = _held_out_windows(inputs.held_out, settings)
+    num_held_out_bytes = sum(num_bytes(window[1:], inputs.tokenizer) for window in windows)
+    bytes_per_token = num_held_out_bytes / sum(len(window) - 1 for window in windows)
+    with begin(output, console) as opened:
         run = _Run(
-            place=place,
+            opened=opened,
             settings=settings,
             own_length=own_length,
-            training=training,
-            held_out=held_out,
+            training=inputs.training,
+            held_out=inputs.held_out,
             bytes_per_token=bytes_per_token,
             model=model,
         )
-        _announce(run, corpus, tokenizer, device)
+        _announce(run, inputs, device)
         record: dict[str, Any] = {
             "kind": _KIND,
-            "run": place.run_id,
+            "run": opened.run_id,
             "settings": {**settings.to_dict(), "device": device},
             "own_length": own_length,
-            "corpus": corpus_figures(corpus),
+            "corpus": corpus_figures(inputs.corpus),
             "bytes_per_token": bytes_per_token,
             "machine": machine(),
             "measured": {},
@@ -158,78 +163,67 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console, may_resu
         _measure(run, "before", record)
         _replace(model, settings)
         _measure(run, "replaced", record)
-        assert place.lease is not None
-        place.lease.check()
-        # Nothing but the lease is in the folder until here: whoever stops the measuring may begin again into it.
-        if tokenizer is not None:
-            tokenizer.model_max_length = settings.length
-            record["tokenizer"] = sums(output, (Path(name).name for name in tokenizer.save_pretrained(output)))
+        assert opened.lease is not None
+        opened.lease.check()
+        # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
+        if inputs.tokenizer is not None:
+            inputs.tokenizer.model_max_length = settings.length
+            record["tokenizer"] = sums(output, (Path(name).name for name in inputs.tokenizer.save_pretrained(output)))
         record["model"] = figures_of(model.config)
         write_text(output / SETTINGS_NAME, sealed(record))
         write_text(output / CONFIGURATION_NAME, configuration_text(record["settings"], "extend"))
         return _go(run, record, device)
 
 
-def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
-    """Go on with a run that was stopped, from its last checkpoint, as if it had never stopped.
-
-    Raises:
-        RunError: there is nothing to go on with, or the checkpoint or the data is not what it was.
-    """
-    preflight.check_packages("training")
-    preflight.check_alone("extend", _FOR_SEVERAL)
-    return with_rewind(lambda: _go_on(folder, console), lambda: _go_on(folder, console, may_begin=True), console)
-
-
-def _go_on(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
-    """With ``may_begin`` a run that has no checkpoint yet is trained from its beginning, not measured again."""
+def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
+    """With ``may_begin``, a run without a checkpoint is trained from its beginning, and not measured again."""
     from dilated_attention_pytorch.integrations import register
 
     what = f"--resume {folder}"
     with read_record(folder, "extend", finished=f"its model is in {folder}") as record:
         settings = _read_settings(record)
-    preflight.check_optimizer(settings.optimizer)
-    check_trackers(settings)
-    device = preflight.choose_device(settings.device)
-    corpus = read_corpus(
-        settings.data, text_field=settings.text_field, say=functools.partial(console.print, markup=False)
-    )
-    check_same_corpus(corpus_figures(corpus), record["corpus"], folder)
+    preflight.run_checks(preflight.EXTENDING.settings, settings)
+    settings, device = preflight.choose_machine(settings)
     check = functools.partial(check_same_model, what, record["model"])
-    with take_up(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
-        checkpoint = place.start.checkpoint
+    with open_for_resume(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as opened:
+        checkpoint = opened.start.checkpoint
         source = settings.model if checkpoint is None else str(checkpoint)
-        tokenizer = None
-        if "tokenizer" in record:
-            remedy = "restore the folder from a copy, or begin anew into another --output"
-            verify_sums(folder, record["tokenizer"], what=what, remedy=remedy)
-            tokenizer = load_tokenizer(what, str(folder), load_config(what, source))
-        set_threads(settings.threads)
         register()
         config = load_config(what, source)
-        check_extension_memory(settings, config, num_parameters(what, config), device)
+        preflight.run_checks(preflight.EXTENDING.machine, settings, folder, device, config)
+        tokenizer = None
+        if "tokenizer" in record:
+            verify_sums(folder, record["tokenizer"], what=what, remedy=RESTORE)
+            tokenizer = load_tokenizer(what, str(folder), config)
+        inputs = _read(settings, tokenizer, console)
+        check_same_corpus(corpus_figures(inputs.corpus), record["corpus"], folder)
         if checkpoint is None:
             model = load_model(what, source, device)
             _replace(model, settings)
         else:
             model = load_model(what, source, device, attention="dilated")
-        size = sum(parameter.numel() for parameter in model.parameters())
-        preflight.check_space(folder, size, settings)
-        training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
         run = _Run(
-            place=place,
+            opened=opened,
             settings=settings,
             own_length=record["own_length"],
-            training=training,
-            held_out=held_out,
+            training=inputs.training,
+            held_out=inputs.held_out,
             bytes_per_token=record["bytes_per_token"],
             model=model,
         )
         return _go(run, record, device)
 
 
+def _read(settings: ExtensionSettings, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> _Inputs:
+    """The text of a run, as tokens."""
+    say = functools.partial(console.print, markup=False)
+    corpus = read_corpus(settings.data, text_field=settings.text_field, say=say)
+    training, held_out = tokenized(corpus.training, tokenizer), tokenized(corpus.held_out, tokenizer)
+    return _Inputs(corpus=corpus, tokenizer=tokenizer, training=training, held_out=held_out)
+
+
 def _read_settings(record: dict[str, Any]) -> ExtensionSettings:
-    """The settings in a record, of which everything else that is read later is looked at too.
+    """The settings in a record; checks the other values of it that are read later.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is the record of no such run.
@@ -243,8 +237,8 @@ def _read_settings(record: dict[str, Any]) -> ExtensionSettings:
     return ExtensionSettings.from_dict(record["settings"])
 
 
-def _check_text(training: Text, held_out: Text, settings: ExtensionSettings) -> None:
-    for text, what in ((training, "to train on"), (held_out, "held out to measure on")):
+def _check_text(inputs: _Inputs, settings: ExtensionSettings) -> None:
+    for text, what in ((inputs.training, "to train on"), (inputs.held_out, "held out to measure on")):
         if len(text) < settings.length:
             raise RunError(
                 f"--data holds {len(text):,} tokens {what}, fewer than one window of --length {settings.length}; give "
@@ -253,7 +247,7 @@ def _check_text(training: Text, held_out: Text, settings: ExtensionSettings) -> 
 
 
 def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> None:
-    """Change the model and take a step back and forth, so that what is refused is refused before hours of measuring."""
+    """Change the model and run one forward and backward pass, to refuse it before hours of measuring."""
     try:
         _replace(model, settings)
         _density(model.config, settings)
@@ -274,19 +268,19 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
 
 
-def _announce(run: _Run, corpus: Corpus, tokenizer: PreTrainedTokenizerBase | None, device: str) -> None:
-    settings, text = run.settings, corpus_in_words(run.settings.data, corpus_figures(corpus))
+def _announce(run: _Run, inputs: _Inputs, device: str) -> None:
+    settings, text = run.settings, corpus_in_words(run.settings.data, corpus_figures(inputs.corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    tokens = "bytes" if tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
+    tokens = "bytes" if inputs.tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
-    run.place.say(
-        f"text: {text}, read as {tokens}{in_words(corpus.skipped, '; left out: ')}",
+    run.opened.say(
+        f"text: {text}, read as {tokens}{in_words(inputs.corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
         f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
         f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",
         f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
         f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
-        f"{run.place.folder}",
+        f"{run.opened.folder}",
     )
 
 
@@ -304,7 +298,7 @@ def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
     curves = {}
     for context in (run.own_length, run.settings.length):
         doing = f"{state}, reading {context:,} tokens"
-        bits = bits_of_tokens(run.model, held_out, context, run.settings.precision, run.place.console, doing)
+        bits = bits_of_tokens(run.model, held_out, context, run.settings.precision, run.opened.console, doing)
         curves[context] = torch.stack(bits).mean(dim=0) / run.bytes_per_token
     for context, curve in curves.items():
         if not bool(curve.isfinite().all()):
@@ -319,7 +313,7 @@ def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
         "seconds": round(time.perf_counter() - start, 1),
     }
     words = ", ".join(f"{curve.mean():.3f} reading {context:,} tokens" for context, curve in curves.items())
-    run.place.say(f"{state}: {words} (held-out bits per byte)")
+    run.opened.say(f"{state}: {words} (held-out bits per byte)")
 
 
 def _curve(record: dict[str, Any], state: str) -> Tensor:
@@ -330,10 +324,10 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
     from .arguments import arguments
     from .extension_trainer import ExtensionTrainer
 
-    settings, place = run.settings, run.place
+    settings, opened = run.settings, run.opened
     logits = row_logits(run.model)
     if logits is None:
-        place.say(
+        opened.say(
             "loss: this model changes what its output matrix gives, so the logits of a whole window are there at once"
         )
     windows = tuple(max(1, settings.batch_tokens // length) for length in settings.stages)
@@ -344,12 +338,12 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
         # transformers 5.23 gave it this name; before it was the other.
         name = "activation_checkpointing_enable"
         getattr(run.model, name, run.model.gradient_checkpointing_enable)()
-    args = arguments(settings, place.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    args = arguments(settings, opened.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1)
     trainer = ExtensionTrainer(
         settings=settings,
         model=run.model,
         args=args,
-        place=place,
+        place=opened,
         training=training,
         evaluation=evaluation,
         data_collator=one_batch,
@@ -362,8 +356,8 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
         bytes_after=lambda done: training.tokens_after(done) * run.bytes_per_token,
         flops_after=lambda done: settings.gradient_accumulation * training_flops(flops, stages, done),
     )
-    with tracking(settings, place) as trackers:
-        stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
+    with tracking(settings, opened) as trackers:
+        stopped_by = train_to_the_end(opened, trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done == settings.steps:
             with trainer.checkpoints.writing("the trained model"):
@@ -371,13 +365,13 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
             bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
             for tracker in trackers:
                 tracker.log(done, {"final_bits_per_byte": bits})
-    return ExtensionOutcome.of_record(place.folder, record, done, stopped_by)
+    return ExtensionOutcome.of_record(opened.folder, record, done, stopped_by)
 
 
 def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:
     from .context_measure import draw_positions
 
-    folder = run.place.folder
+    folder = run.opened.folder
     _measure(run, "trained", record)
     trainer.checkpoints.check_lease()
     write_text(folder / SETTINGS_NAME, sealed(record))
@@ -389,8 +383,8 @@ def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:
     save_finished(
         run.model,
         folder,
-        run_id=run.place.run_id,
+        run_id=run.opened.run_id,
         step=run.settings.steps,
-        staging=run.place.staging,
+        staging=run.opened.staging,
         check=trainer.checkpoints.check_lease,
     )

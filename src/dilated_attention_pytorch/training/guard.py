@@ -15,13 +15,12 @@ from transformers.trainer_callback import ExportableState
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import latest_checkpoint
+from .checkpoint import fitting, latest_checkpoint
 from .faults import Kind, note_fault
 from .finite import is_finite_everywhere, what_is_not_finite
 from .rewind import RewindRequested
 from .run_checkpoints import RunCheckpoints
 from .together import from_first
-from .verification import fitting
 
 
 class SpikeWatch(TrainerCallback, ExportableState):

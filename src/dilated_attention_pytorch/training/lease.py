@@ -6,11 +6,8 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import shlex
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,26 +15,34 @@ from types import TracebackType
 from typing import Any
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.output import write_text
 
 from .process import Mark, mark_of
 
-LEASE_NAME = "lease.json"
-RENEWAL_SECONDS = 5.0
-"""Seconds between renewals."""
+LEASE_NAME = "lease.lock"
+"""The lock, which its holder renews."""
+HOLDER_NAME = "lease.json"
+"""Who holds it."""
+LEASE_FILES = "*lease.*"
+"""Pattern of both names, and of what a killed job leaves of writing them."""
 LEASE_SECONDS = 30.0
-"""Seconds without renewal after which a lease counts as abandoned if its holder cannot be checked."""
-_LONGEST = 1 << 14
-"""Size limit of a lease file in bytes."""
+"""Seconds without renewal after which the lease of a process that cannot be checked counts as abandoned."""
+_RENEWALS = 6
+"""Renewals in that time."""
+_POLL_SECONDS = 0.2
 
 
 class Lease:
     """The exclusive right to write to a run folder, held within the context.
 
-    The holder creates a file exclusively with its identity, and renews it. Another job that finds the file leaves
-    the folder alone, unless the holder has certainly ended (a process of this machine), or has not
-    renewed the lease for :data:`LEASE_SECONDS` by the waiting job's clock. Jobs on one machine serialise their changes
-    with a file lock. Not every shared file system supports such locks; without them, exclusive
-    creation and renaming must be atomic, and a holder that loses its lease stops at :meth:`check`.
+    :class:`filelock.SoftFileLease` creates, renews and takes over the lock; it needs no file system that supports
+    locks, only atomic creation and renaming. The lock of a process of this machine that has ended is free at once,
+    that of another host's after :data:`LEASE_SECONDS` without renewal. A holder that loses the lock stops at
+    :meth:`check`. Three promises of a run folder are kept here:
+
+    - a process of this machine that is stopped (SIGSTOP) keeps the lock, although it does not renew it;
+    - whoever is refused is told who holds the lock, since when, and with which command;
+    - a lock whose file is empty, as after a crash of its host, is abandoned as well.
 
     Args:
         run: existing run folder.
@@ -48,134 +53,142 @@ class Lease:
     """
 
     def __init__(self, run: Path, tell: Callable[[str], None] = lambda line: None) -> None:
+        from filelock import SoftFileLease
+
         self.run = run
-        self.path = run / LEASE_NAME
-        self.token = secrets.token_hex(8)
+        self.token = ""
         """Unique id of this holder."""
         self._tell = tell
-        self._file = -1
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="dilated-attention-lease", daemon=True)
-        self._record: dict[str, Any] = {}
+        self._lock = SoftFileLease(
+            run / LEASE_NAME,
+            lease_duration=LEASE_SECONDS,
+            heartbeat_interval=LEASE_SECONDS / _RENEWALS,
+            poll_interval=min(_POLL_SECONDS, LEASE_SECONDS / _RENEWALS),
+            thread_local=False,
+        )
 
     def __enter__(self) -> Lease:
-        self._record = {
-            "token": self.token,
-            "holder": mark_of(os.getpid()).to_dict(),
-            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": shlex.join(sys.argv)[:1000],
-        }
-        while True:
-            with alone_in(self.run):
-                try:
-                    self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o644)
-                except FileExistsError:
-                    pass
-                else:
-                    self._write_first()
-                    break
-            self._take_over()
-        self._thread.start()
-        return self
+        from filelock import Timeout
 
-    def _write_first(self) -> None:
         try:
-            self._renew(0)
-        except OSError:
-            self.path.unlink(missing_ok=True)
-            os.close(self._file)
-            raise
+            if self._has_living_holder():
+                raise self._held()
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                self._take_over()
+            self.token = self._lock.token or ""
+            record = {
+                "token": self.token,
+                "holder": mark_of(os.getpid()).to_dict(),
+                "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "command": shlex.join(sys.argv)[:1000],
+            }
+            try:
+                write_text(self.run / HOLDER_NAME, json.dumps(record))
+            except OSError:
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise RunError(
+                f"{self.run} cannot be held ({error.strerror}): look at its disk, and remove {self.run / LEASE_FILES} "
+                "if no job runs there"
+            ) from error
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._is_over.set()
-        self._thread.join(timeout=RENEWAL_SECONDS)
-        if self.is_held():
-            self.path.unlink(missing_ok=True)
-        # A thread still blocked in the file system must not use a reused file descriptor.
-        if not self._thread.is_alive():
-            os.close(self._file)
+        with contextlib.suppress(OSError):  # of a disk that refuses to write, which has ended the run
+            if self.is_held():
+                (self.run / HOLDER_NAME).unlink(missing_ok=True)
+            self._lock.release()
 
     def check(self) -> None:
         """Raise :class:`RunError` if another job has taken the folder or it is gone; call it before each change."""
         check_exists(self.run)
         if not self.is_held():
             raise RunError(
-                f"{self.run} was taken by another job ({_in_words(_read(self.path))}) while this one did not renew its "
-                f"lease, or {LEASE_NAME} was removed; this job ends here and writes nothing more"
+                f"{self.run} was taken by another job ({self._describe()}) while this one did not renew its lease, or "
+                f"{LEASE_NAME} was removed; this job ends here and writes nothing more"
             )
 
     def is_held(self) -> bool:
         """Whether this job still holds the lease."""
-        return _token_of(_read(self.path)) == self.token
-
-    def _keep(self) -> None:
-        beats = 0
-        while not self._is_over.wait(RENEWAL_SECONDS):
-            beats += 1
-            # The error may be temporary; the next renewal tries again.
-            with contextlib.suppress(OSError):
-                self._renew(beats)
-
-    def _renew(self, beats: int) -> None:
-        # Write to this job's own open file: if another one has replaced it, that one is not changed.
-        text = json.dumps({**self._record, "renewed": f"{beats:012}"})
-        os.pwrite(self._file, text.encode(), 0)
-        os.fsync(self._file)
+        owner = self._lock.owner
+        return owner is not None and owner.token == self.token
 
     def _take_over(self) -> None:
-        """Remove an abandoned lease.
+        """Wait until the lock counts as abandoned, and take it.
 
         Raises:
-            RunError: the lease is in use.
+            RunError: it is in use.
         """
-        found = _read(self.path)
-        if found is None:
-            return  # released in the meantime
-        holder = _holder_of(found)
-        if not (holder is not None and holder.is_gone()):
-            if holder is not None and holder.is_alive():
-                raise self._held(found)
-            self._tell(
-                f"{self.run} has the lease of another job ({_in_words(found)}): waiting for up to {LEASE_SECONDS:.0f} "
-                "s to see whether that is alive"
-            )
-            deadline = time.monotonic() + LEASE_SECONDS
-            while time.monotonic() < deadline:
-                time.sleep(min(0.2, LEASE_SECONDS / 4))
-                now = _read(self.path)
-                if now is None:
-                    return
-                if now != found:
-                    raise self._held(now)
-        with alone_in(self.run):
-            if _read(self.path) == found:
-                self._remove(found)
+        from filelock import Timeout
 
-    def _remove(self, found: bytes) -> None:
-        aside = self.path.with_name(f"{LEASE_NAME}.{self.token}")
+        self._tell(
+            f"{self.run} has the lease of another job ({self._describe()}): waiting for up to {LEASE_SECONDS:.0f} s to "
+            "see whether that is alive"
+        )
+        before = self._renewed()
+
+        def is_alive() -> bool:
+            return self._has_living_holder() or self._renewed() not in (before, None)
+
+        with contextlib.suppress(Timeout):
+            self._lock.acquire(timeout=LEASE_SECONDS + 4 * _POLL_SECONDS, cancel_check=is_alive)
+        if not (self._lock.is_locked or is_alive() or self._lock.owner):
+            # filelock would wait for the writer of an empty file without end.
+            self._lock.force_break()
+            with contextlib.suppress(Timeout):
+                self._lock.acquire(timeout=0)
+        if not self._lock.is_locked:
+            raise self._held()
+
+    def _renewed(self) -> tuple[int, int] | None:
+        """What every renewal and every new holder changes; None without a lock."""
         try:
-            os.rename(self.path, aside)
+            found = (self.run / LEASE_NAME).lstat()
         except FileNotFoundError:
-            return  # a job on another machine was faster
-        try:
-            # If its holder renewed it just before, restore the lease.
-            moved = _read(aside)
-            if moved is not None and _token_of(moved) != _token_of(found):
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self.path, follow_symlinks=False)
-                raise self._held(moved)
-        finally:
-            aside.unlink(missing_ok=True)
+            return None
+        return found.st_ino, found.st_mtime_ns
 
-    def _held(self, found: bytes) -> RunError:
-        holder = _holder_of(found)
+    def _has_living_holder(self) -> bool:
+        """Whether a process of this machine holds the lease, running or stopped."""
+        holder = _mark(self._record())
+        return holder is not None and holder.is_alive()
+
+    def _held(self) -> RunError:
+        holder = _mark(self._record())
         ending = "" if holder is None else f" (kill {holder.pid} on {holder.host})"
         return RunError(
-            f"{self.run} is in use: {_in_words(found)}. Two jobs in one folder would destroy each other's checkpoints; "
+            f"{self.run} is in use: {self._describe()}. Two jobs in one folder would destroy each other's checkpoints; "
             f"wait until that one has ended, or end it{ending}"
         )
+
+    def _record(self) -> dict[str, Any]:
+        """What the holder says about itself; empty if it is not legible."""
+        try:
+            descriptor = os.open(self.run / HOLDER_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                record = json.loads(file.read(1 << 14))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _describe(self) -> str:
+        record = self._record()
+        holder = _mark(record)
+        if holder is None:
+            return "a job that does not say who it is"
+        return f"process {holder.pid} on {holder.host} holds it since {record.get('since')}: {record.get('command')}"
+
+
+def _mark(record: dict[str, Any]) -> Mark | None:
+    try:
+        return Mark.from_dict(record["holder"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def check_exists(run: Path) -> None:
@@ -183,7 +196,7 @@ def check_exists(run: Path) -> None:
     if not run.is_dir():
         raise RunError(
             f"{run} is gone: it was removed or renamed, or its disk was detached, while this job ran; the job ends "
-            "here and writes nothing more. Restore the folder and go on with --resume, or begin anew"
+            "here and writes nothing more. Restore the folder and continue with --resume, or start a new run"
         )
 
 
@@ -197,45 +210,3 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _read(path: Path) -> bytes | None:
-    """The contents of a lease file; None if it does not exist."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunError(f"{path} is no lease of a run ({error.strerror}); remove it") from error
-    try:
-        return os.read(file, _LONGEST)
-    except OSError as error:
-        raise RunError(f"{path} is no lease of a run ({error.strerror}); remove it") from error
-    finally:
-        os.close(file)
-
-
-def _record_of(found: bytes | None) -> dict[str, Any]:
-    try:
-        record = json.loads(found or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _token_of(found: bytes | None) -> Any:
-    return _record_of(found).get("token")
-
-
-def _holder_of(found: bytes | None) -> Mark | None:
-    try:
-        return Mark.from_dict(_record_of(found)["holder"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _in_words(found: bytes | None) -> str:
-    record, holder = _record_of(found), _holder_of(found)
-    if holder is None:
-        return "a job that does not say who it is"
-    return f"process {holder.pid} on {holder.host} holds it since {record.get('since')}: {record.get('command')}"

@@ -1,4 +1,4 @@
-"""The life cycle of training runs: acquiring the folder, resuming from a checkpoint, training to the end."""
+"""The life cycle of training runs: acquire the folder, resume from a checkpoint, train to the end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,13 +16,12 @@ from dilated_attention_pytorch.output import check_writable, make_output
 
 from . import preflight
 from .autocast import computing_dtype
-from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoint_step, staging_folder
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, Start, checkpoint_step, choose_start, staging_folder
 from .corpus import CORPUS_KEYS
 from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_of
 from .lease import Lease
 from .manifest import read_sealed
 from .measures import Work, matrix_product_rate
-from .start import Start, choose_start
 from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class OpenRun:
     def say(self, *lines: str) -> None:
         """Print lines verbatim."""
         for line in lines:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            _say(self.console, line)
 
 
 @contextmanager
@@ -73,22 +73,13 @@ def begin(output: Path, console: Console) -> Iterator[OpenRun]:
     Raises:
         RunError: another job holds it, or ran there since it was checked.
     """
-    run_id = from_first(lambda: secrets.token_hex(8))
-    with ExitStack() as held:
-
-        def take() -> Lease:
-            make_output(output)
-            lease = held.enter_context(Lease(output, _tell(console)))
-            preflight.check_output(output)
-            return lease
-
-        lease = in_first(take)
-        start, staging = Start(checkpoint=None, left={}), _staging(output, lease)
+    run_id, start = from_first(lambda: secrets.token_hex(8)), Start(checkpoint=None, left={})
+    with _held(output, console, is_new=True) as (lease, staging):
         yield OpenRun(folder=output, run_id=run_id, start=start, lease=lease, staging=staging, console=console)
 
 
 @contextmanager
-def take_up(
+def open_for_resume(
     folder: Path, console: Console, *, run_id: str, check: Callable[[Path], None], may_begin: bool = False
 ) -> Iterator[OpenRun]:
     """Hold the folder of a stopped run within the context, to resume it. A collective of all processes.
@@ -104,15 +95,14 @@ def take_up(
         RunError: another job holds it, or no checkpoint is intact.
     """
     what = f"--resume {folder}"
-    with ExitStack() as held:
-        before = in_first(lambda: interrupted(folder))
-        lease = in_first(lambda: held.enter_context(Lease(folder, _tell(console))))
+    before = in_first(lambda: interrupted(folder))
+    with _held(folder, console) as (lease, staging):
 
         def choose() -> Start:
             start = choose_start(folder, run_id, num_processes(), check)
             if start.checkpoint is None and not may_begin:
                 raise RunError(
-                    f"{what}: the run was stopped before its first checkpoint; begin anew into another --output"
+                    f"{what}: the run was stopped before its first checkpoint; start a new run with another --output"
                 )
             return start
 
@@ -124,7 +114,7 @@ def take_up(
             run_id=run_id,
             start=start,
             lease=lease,
-            staging=_staging(folder, lease),
+            staging=staging,
             console=console,
             before=before,
             skipped=skipped,
@@ -132,18 +122,28 @@ def take_up(
         )
 
 
-def _staging(folder: Path, lease: Lease | None) -> Path:
-    """The staging folder of this job in every process. A collective."""
+@contextmanager
+def _held(folder: Path, console: Console, *, is_new: bool = False) -> Iterator[tuple[Lease | None, Path]]:
+    """Hold ``folder`` within the context, and create it if it ``is_new``. A collective of all processes.
 
-    def name() -> Path:
-        assert lease is not None  # in the first process
-        return staging_folder(folder, lease.token)
+    Yields the lease, which only the first process has, and this job's staging folder.
+    """
+    with ExitStack() as held:
 
-    return from_first(name)
+        def take() -> Lease:
+            if is_new:
+                make_output(folder)
+            lease = held.enter_context(Lease(folder, partial(_say, console)))
+            if is_new:
+                preflight.check_output(folder)
+            return lease
+
+        lease = in_first(take)
+        yield lease, staging_folder(folder, from_first(lambda: "" if lease is None else lease.token))
 
 
-def _tell(console: Console) -> Callable[[str], None]:
-    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def read_record(folder: Path, command: str, *, finished: str) -> Iterator[dict[s
     with _described(folder, command) as record:
         yield record
     if (folder / WEIGHTS_NAME).exists():
-        raise RunError(f"{what}: that run is finished; {finished}, or begin anew into another --output")
+        raise RunError(f"{what}: that run is finished; {finished}, or start a new run with another --output")
     check_writable(folder, what)
 
 
@@ -207,10 +207,10 @@ def find_run(output: Path, settings: RunSettings, command: str) -> Found:
     with _described(output, command) as record:
         begun = record["settings"]
         left_open = settings.left_open()
-        told = {name: value for name, value in settings.to_dict().items() if left_open.get(name) != value}
-        differing = sorted(name for name, value in told.items() if begun.get(name) != value)
+        given = {name: value for name, value in settings.to_dict().items() if left_open.get(name) != value}
+        differing = sorted(name for name, value in given.items() if begun.get(name) != value)
     if differing:
-        words = ", ".join(f"{name} {begun.get(name)!r} there, {told[name]!r} here" for name in differing[:3])
+        words = ", ".join(f"{name} {begun.get(name)!r} there, {given[name]!r} here" for name in differing[:3])
         raise RunError(
             f"--resume auto: the run in {output} was begun with other settings ({words}"
             f"{', ...' if len(differing) > 3 else ''}); name another --output, or go on with --resume {output}"
@@ -223,7 +223,7 @@ def check_same_corpus(found: dict[str, int], figures: dict[str, int], folder: Pa
     if found != figures:
         raise RunError(
             f"--resume {folder}: the text is not what the run began with (now {found}, then {figures}); restore the "
-            "files, or begin anew into another --output"
+            "files, or start a new run with another --output"
         )
 
 

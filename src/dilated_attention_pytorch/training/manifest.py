@@ -55,7 +55,7 @@ def verify_manifest(folder: Path, *, what: str, remedy: str, reading: Collection
     path = folder / MANIFEST_NAME
     manifest = read_sealed(path, what=what, remedy=remedy)
     if manifest.get("format") != _FORMAT:
-        raise RunError(f"{what}: {path} has the format {manifest.get('format')!r}, and {_FORMAT} is known; {remedy}")
+        raise RunError(f"{what}: {path} has the format {manifest.get('format')!r}, expected {_FORMAT}; {remedy}")
     files = manifest.get("files")
     verify_sums(folder, files, what=what, remedy=remedy, reading=reading)
     return manifest
@@ -64,7 +64,7 @@ def verify_manifest(folder: Path, *, what: str, remedy: str, reading: Collection
 def verify_sums(folder: Path, files: Any, *, what: str, remedy: str, reading: Collection[str] | None = None) -> None:
     """Raise :class:`RunError` unless files match ``files``, a result of :func:`sums`."""
     if not isinstance(files, dict):
-        raise RunError(f"{what}: what was written to {folder} is not written down; {remedy}")
+        raise RunError(f"{what}: {folder} has no list of the files that were written there; {remedy}")
     for name in files if reading is None else reading:
         said = files.get(name)
         if not isinstance(said, dict):
@@ -149,7 +149,7 @@ def read_sealed(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
     try:
         expected = _digest_of(values)
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{what}: {path} is damaged, it is no JSON of ours ({error}); {remedy}") from error
+        raise RunError(f"{what}: {path} is damaged: not a file that this package writes ({error}); {remedy}") from error
     if found != expected:
         raise RunError(f"{what}: {path} is damaged or was changed: its checksum is another one; {remedy}")
     return values

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import resource
 import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.machine import require, set_threads
 from dilated_attention_pytorch.output import check_free_folder
 
 from .autocast import multiplies_bfloat16
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .extension_settings import ExtensionSettings
 from .float8 import check_float8
-from .footprint import checkpoint_bytes, largest_file
-from .lease import LEASE_NAME
+from .footprint import check_extension_memory, check_training_memory, checkpoint_bytes, largest_file
+from .lease import LEASE_FILES
+from .pretrained import num_parameters
 from .run_settings import Device, Precision
 from .settings import Optimizer, TrainSettings
 from .together import master_port, num_processes, process_rank
-from .zero import check_zero
+from .trackers import check_trackers
+from .zero import check_offload, check_zero, check_zero_here
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_Settings = TypeVar("_Settings", TrainSettings, ExtensionSettings)
 _TO_GENERATE = ("transformers", "safetensors")
 _TO_TRAIN = (*_TO_GENERATE, "accelerate", "rich", "matplotlib", "tensorboard", "tomli_w", "typeguard")
 _FLOAT32 = 4
@@ -51,7 +61,7 @@ def check_output(output: Path) -> None:
     """
     is_stopped = (output / SETTINGS_NAME).exists() and not (output / WEIGHTS_NAME).exists()
     going_on = f", or go on with that run: --resume {output}" if is_stopped else ""
-    check_free_folder(output, going_on=going_on, beside=LEASE_NAME)
+    check_free_folder(output, going_on=going_on, beside=LEASE_FILES)
 
 
 def check_launch() -> None:
@@ -242,3 +252,69 @@ def check_space(output: Path, num_parameters: int, settings: TrainSettings | Ext
             f"--output {output}: the run needs {needed / 1e6:,.0f} MB for its checkpoints and the disk has "
             f"{free / 1e6:,.0f} MB free; free some space, or name a folder on another disk"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checks(Generic[_Settings]):
+    """The checks before a run of one command begins or is resumed, in their order: cheap ones first.
+
+    Each raises :class:`RunError`. Text and weights are read after all of them.
+    """
+
+    launch: tuple[Callable[[], None], ...]
+    """Checks of this process, before anything is read."""
+    settings: tuple[Callable[[_Settings], None], ...]
+    """Checks of the settings, by each process alone."""
+    processes: tuple[Callable[[_Settings], None], ...] = ()
+    """Checks of the settings for the number of processes, with which a run may be resumed that began with others."""
+    machine: tuple[Callable[..., None], ...]
+    """Checks of settings, run folder and device, by all processes together."""
+
+
+def run_checks(checks: Iterable[Callable[..., None]], *subject: Any) -> None:
+    """Call every check with ``subject``, in order."""
+    for check in checks:
+        check(*subject)
+
+
+def choose_machine(settings: _Settings) -> tuple[_Settings, str]:
+    """The settings with precision and number of CPU threads (which is set), and the device.
+
+    Raises:
+        RunError: this machine does not have what the settings ask for.
+    """
+    device = choose_device(settings.device)
+    precision, threads = choose_precision(settings.precision, device), set_threads(settings.threads)
+    return dataclasses.replace(settings, precision=precision, threads=threads), device
+
+
+def _check_extension(settings: ExtensionSettings, folder: Path, device: str, config: PreTrainedConfig) -> None:
+    number = num_parameters(f"--model {settings.model}", config)
+    check_extension_memory(settings, config, number, device)
+    check_space(folder, number, settings)
+
+
+_SEVERAL = (
+    "for several call extend_context and give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
+)
+TRAINING: Checks[TrainSettings] = Checks(
+    launch=(partial(check_packages, "training"), check_launch),
+    settings=(lambda settings: check_optimizer(settings.optimizer), check_trackers),
+    processes=(check_zero_here, lambda settings: check_processes(settings, num_processes())),
+    machine=(
+        lambda settings, _, device: check_training_memory(settings, device, num_processes()),
+        lambda settings, folder, _: check_space(folder, settings.model.num_parameters, settings),
+        lambda settings, _, device: check_offload(settings, device),
+    ),
+)
+"""Checks of `train`."""
+EXTENDING: Checks[ExtensionSettings] = Checks(
+    launch=(partial(check_packages, "training"), partial(check_alone, "extend", _SEVERAL)),
+    settings=(
+        lambda settings: check_optimizer(settings.optimizer),
+        check_trackers,
+        lambda settings: check_no_float8(settings.precision, "extend"),
+    ),
+    machine=(_check_extension,),
+)
+"""Checks of `extend`; those of the machine get the configuration of its model, too."""

@@ -44,26 +44,10 @@ class Mark:
             raise ValueError(f"a mark holds words, got {words}")
         return cls(pid=int(values["pid"]), **words)
 
-    def is_gone(self) -> bool:
-        """Whether the process has certainly ended; False if unknown."""
-        if not self._is_here():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass  # a process of another user, whose start time may be readable all the same
-        started = _started(self.pid)
-        return bool(started) and started != self.started
-
     def is_alive(self) -> bool:
         """Whether the process is certainly alive; False if unknown."""
-        return self._is_here() and _started(self.pid) == self.started
-
-    def _is_here(self) -> bool:
-        """Whether this process shares the mark's boot and pid namespace."""
-        return bool(self.place and self.started) and self.place == _place()
+        is_here = bool(self.place and self.started) and self.place == _place()
+        return is_here and _started(self.pid) == self.started
 
 
 def mark_of(pid: int) -> Mark:

@@ -1,8 +1,7 @@
-"""A training run from its first check to its report, and taking one up again."""
+"""A training run: begun or resumed, trained, evaluated and reported."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import random
@@ -17,18 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine, package_digest, package_version, set_threads, versions
+from dilated_attention_pytorch.machine import machine, package_digest, package_version, versions
 from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME
+from .checkpoint import SETTINGS_NAME, save_finished
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import in_words
 from .float8 import convert_to_float8
-from .footprint import check_training_memory
 from .lifecycle import (
     Found,
     OpenRun,
@@ -36,23 +34,22 @@ from .lifecycle import (
     check_same_corpus,
     find_run,
     naming_ranks,
+    open_for_resume,
     read_record,
-    take_up,
     train_to_the_end,
 )
 from .manifest import read_sealed, sealed
 from .outcome import SAMPLE_NAME, Outcome
 from .parallel_choice import choose_together
 from .process import launch, launch_record
-from .publishing import save_finished
 from .rewind import with_rewind
 from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages
 from .together import check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
-from .trackers import check_trackers, tracking
+from .trackers import tracking
 from .verification import check_same_model
-from .zero import check_offload, check_zero_here, zero_stage
+from .zero import zero_stage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +57,6 @@ if TYPE_CHECKING:
 
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
-    from .data.tokenizer import Tokenizer
     from .trainer import LongNetTrainer
 
 _OF_EACH_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
@@ -71,7 +67,7 @@ _OF_EACH_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "wor
 class _Run:
     """A run whose checks have passed."""
 
-    place: OpenRun
+    opened: OpenRun
     settings: TrainSettings
     device: str
     data: RunData
@@ -82,77 +78,82 @@ class _Run:
 def train(settings: TrainSettings, output: Path, console: Console, *, may_resume: bool = False) -> Outcome:
     """Train a new model into the folder ``output``, which must be free.
 
-    Where torchrun starts its processes again after a failure, the run that they began goes on from its last checkpoint.
+    If torchrun restarts its processes after a failure, the run that they began continues from its last checkpoint.
 
     Args:
-        settings: what to do.
-        output: the run folder.
-        console: where to say what happens.
-        may_resume: go on with the run that the same settings began in ``output``, if there is one; return what came
-            of it if it is finished.
+        settings: settings of the run.
+        output: run folder.
+        console: console for messages.
+        may_resume: resume the run that the same settings began in ``output``, if there is one; return its outcome if
+            it is finished.
 
     Raises:
         RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
     """
     end_with_launcher(os.environ)
-    preflight.check_packages("training")
-    preflight.check_launch()
+    preflight.run_checks(preflight.TRAINING.launch)
     return with_rewind(
-        lambda: _begin(settings, output, console, may_resume),
-        lambda: _go_on(output, console, {}, may_begin=True),
+        lambda: _begin_or_resume(settings, output, console, may_resume),
+        lambda: _resume(output, console, {}, may_begin=True),
         console,
     )
 
 
-def _begin(settings: TrainSettings, output: Path, console: Console, may_resume: bool) -> Outcome:
-    preflight.check_optimizer(settings.optimizer)
-    check_trackers(settings)
+def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None) -> Outcome:
+    """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
+
+    With another number of processes, or ``changes`` of the distribution over them, the steps take the same windows
+    (:func:`.spreading.spread_anew`); results then differ by rounding, and in the random numbers of dropout.
+    ``changes`` may also set what to do about bad batches (:data:`.spreading.ON_FAULTS`).
+
+    Raises:
+        RunError: no intact checkpoint, changed data, or a folder in use.
+    """
+    end_with_launcher(os.environ)
+    preflight.run_checks(preflight.TRAINING.launch)
+    return with_rewind(
+        lambda: _resume(run, console, changes or {}),
+        lambda: _resume(run, console, changes or {}, may_begin=True),
+        console,
+    )
+
+
+def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, may_resume: bool) -> Outcome:
+    checks = preflight.TRAINING
+    preflight.run_checks(checks.settings, settings)
     is_again = _was_begun_by_this_launch(output)
     if not (may_resume or is_again):
-        _check_new(settings)
-    device = preflight.choose_device(settings.device)
-    precision = preflight.choose_precision(settings.precision, device)
-    with _joined(dataclasses.replace(settings, precision=precision), output, device, "train") as args:
-        found: Found = "nothing"
+        preflight.run_checks(checks.processes, settings)
+
+    def find() -> Found:
         if may_resume:
-            # A file system that hosts share may show one process what it does not show another yet.
-            found = from_first(lambda: find_run(output, settings, "train"))
+            return find_run(output, settings, "train")
+        return "stopped" if is_again else "nothing"
+
+    chosen, device = preflight.choose_machine(settings)
+    with _joined(chosen, output, device, "train") as args:
+        # The file systems of several hosts may not show the same files yet.
+        found = from_first(find)
         if found == "finished":
             return Outcome.of_finished(output)
-        if not from_first(lambda: found == "stopped" or is_again):
-            if may_resume or is_again:
-                _check_new(settings)
-            return _begin_anew(dataclasses.replace(settings, precision=precision), output, console, device, args)
-    return _go_on(output, console, {}, may_begin=True)
+        if found == "nothing":
+            preflight.run_checks(checks.processes, settings)
+            return _begin(chosen, output, console, device, args)
+    return _resume(output, console, {}, may_begin=True)
 
 
-def _check_new(settings: TrainSettings) -> None:
-    check_zero_here(settings)
-    preflight.check_processes(settings, num_processes())
-
-
-def _begin_anew(
-    settings: TrainSettings, output: Path, console: Console, device: str, args: TrainingArguments
-) -> Outcome:
+def _begin(settings: TrainSettings, output: Path, console: Console, device: str, args: TrainingArguments) -> Outcome:
     in_first(lambda: preflight.check_output(output))
-    settings = dataclasses.replace(settings, threads=set_threads(settings.threads))
-    check_training_memory(settings, device, num_processes())
-    preflight.check_space(output, settings.model.num_parameters, settings)
-    check_offload(settings, device)
-    settings = choose_together(settings, device, console)
-    tokenizer = read_tokenizer(settings)
-    data = _read_data(settings, tokenizer, console)
-    data.check()
-    model = _build(settings)
+    settings, data, model = _prepared(settings, output, device, console)
     agents = launch_record(from_all(launch()))
-    with begin(output, console) as place:
+    with begin(output, console) as opened:
 
         def write_record() -> None:
             record: dict[str, Any] = {
-                "run": place.run_id,
+                "run": opened.run_id,
                 "settings": {**settings.to_dict(), "device": device},
                 "corpus": data.figures,
-                **save_tokenizer(tokenizer, output),
+                **save_tokenizer(data.tokenizer, output),
                 "processes": num_processes(),
                 "launch": agents,
                 "machine": machine(),
@@ -162,40 +163,21 @@ def _begin_anew(
             model.config.save_pretrained(output)
 
         in_first(write_record)
-        return _go(_Run(place=place, settings=settings, device=device, data=data, model=model, args=args))
+        return _go(_Run(opened=opened, settings=settings, device=device, data=data, model=model, args=args))
 
 
-def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None) -> Outcome:
-    """Go on with a run that was stopped, from its last checkpoint, as if it had never stopped.
-
-    Another number of processes, or ``changes`` of how the run is spread over them, go on with the same steps on the
-    same windows (:func:`.spreading.spread_anew`); results then differ by rounding, and dropout by its draws.
-    ``changes`` may also say what to do about batches that break the run (:data:`.spreading.ON_FAULTS`).
-
-    Raises:
-        RunError: there is nothing to go on with, or no checkpoint or the data is what it was, or another job is at it.
-    """
-    end_with_launcher(os.environ)
-    preflight.check_packages("training")
-    preflight.check_launch()
-    return with_rewind(
-        lambda: _go_on(run, console, changes or {}),
-        lambda: _go_on(run, console, changes or {}, may_begin=True),
-        console,
-    )
-
-
-def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
-    sampling = f"sample from it with `dilated-attention generate {shlex.quote(str(run))}`"
-    with read_record(run, "train", finished=sampling) as record:
+def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
+    sampling = f"sample from it with `dilated-attention generate {shlex.quote(str(folder))}`"
+    with read_record(folder, "train", finished=sampling) as record:
         settings = TrainSettings.from_dict(record["settings"])
         processes = int(record["processes"])
     try:
         settings = spread_anew(settings, processes, num_processes(), changes)
     except (RunError, ValueError) as error:
-        raise RunError(f"--resume {run}: {error}") from error
-    check_zero_here(settings)
-    preflight.check_processes(settings, num_processes())
+        raise RunError(f"--resume {folder}: {error}") from error
+    preflight.run_checks(preflight.TRAINING.settings, settings)
+    preflight.run_checks(preflight.TRAINING.processes, settings)
+    settings, device = preflight.choose_machine(settings)
     if num_processes() != processes and is_first_process():
         console.print(
             f"the run began with {processes} processes and goes on with {num_processes()}: batches of "
@@ -203,40 +185,47 @@ def _go_on(run: Path, console: Console, changes: Mapping[str, Any], *, may_begin
             highlight=False,
             soft_wrap=True,
         )
-    preflight.check_optimizer(settings.optimizer)
-    check_trackers(settings)
-    device = preflight.choose_device(settings.device)
-    preflight.choose_precision(settings.precision, device)
-    with _joined(settings, run, device, "resume") as args:
-        verify_tokenizer(run, record)
-        tokenizer = read_tokenizer(settings, run)
-        set_threads(settings.threads)
-        check_training_memory(settings, device, num_processes())
-        preflight.check_space(run, settings.model.num_parameters, settings)
-        check_offload(settings, device)
-        data = _read_data(settings, tokenizer, console)
-        check_same_corpus(data.figures, record["corpus"], run)
-        model = _build(settings)
+    with _joined(settings, folder, device, "resume") as args:
+        settings, data, model = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
-        with take_up(run, console, run_id=record["run"], check=check, may_begin=may_begin) as place:
-            return _go(_Run(place=place, settings=settings, device=device, data=data, model=model, args=args))
+        with open_for_resume(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as opened:
+            return _go(_Run(opened=opened, settings=settings, device=device, data=data, model=model, args=args))
+
+
+def _prepared(
+    settings: TrainSettings, folder: Path, device: str, console: Console, record: dict[str, Any] | None = None
+) -> tuple[TrainSettings, RunData, LongNetForCausalLM]:
+    """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``."""
+    preflight.run_checks(preflight.TRAINING.machine, settings, folder, device)
+    if record is None:
+        settings = choose_together(settings, device, console)
+    else:
+        verify_tokenizer(folder, record)
+    tokenizer = read_tokenizer(settings, None if record is None else folder)
+    data = read_data(settings, tokenizer, functools.partial(console.print, markup=False))
+    check_alike({"tokenizer": tokenizer.digest, "text": data.figures})
+    if record is None:
+        data.check()
+    else:
+        check_same_corpus(data.figures, record["corpus"], folder)
+    return settings, data, _build(settings)
 
 
 def _was_begun_by_this_launch(output: Path) -> bool:
-    """Whether the run in ``output`` is one that this torchrun started, before it started its processes again."""
+    """Whether this torchrun began the run in ``output``, before it restarted its processes."""
     mine = launch()
     if mine is None or not (output / SETTINGS_NAME).exists():
         return False
     try:
         record = read_sealed(output / SETTINGS_NAME, what="--output", remedy="")
     except RunError:
-        return False  # of whoever that is: it is not written over
+        return False  # not a run of this package; it is not overwritten
     return mine.is_in(record.get("launch"))
 
 
 @contextmanager
 def _joined(settings: TrainSettings, folder: Path, device: str, command: str) -> Iterator[TrainingArguments]:
-    """Context in which the processes can communicate, with transformers' arguments; all were started alike."""
+    """Context in which the processes communicate; checks that all have the same settings; builds TrainingArguments."""
     from .arguments import arguments
 
     with joined("nccl" if device == "cuda" else "gloo", settings.timeout):
@@ -249,17 +238,17 @@ def _joined(settings: TrainSettings, folder: Path, device: str, command: str) ->
             torch_compile=settings.compile,
             ddp_find_unused_parameters=False,
             ddp_timeout=settings.timeout,
-            # The gradients of every batch of a step go to the process that keeps them.
+            # With ZeRO, gradients of every batch of a step are sent to the process that keeps them.
             accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": zero_stage(settings) > 0}},
         )
-        assert args.device is not None  # which accelerate chooses now
-        told = {name: value for name, value in settings.to_dict().items() if name not in _OF_EACH_HOST}
+        assert args.device is not None  # reading it makes accelerate choose the device
+        same = {name: value for name, value in settings.to_dict().items() if name not in _OF_EACH_HOST}
         package = {"dilated_attention_pytorch": f"{package_version('dilated-attention-pytorch')} ({package_digest()})"}
         check_alike(
             {
                 "command": command,
                 "folder": str(folder.absolute()),
-                **told,
+                **same,
                 "device": device,
                 "versions": versions() | package,
             }
@@ -267,15 +256,8 @@ def _joined(settings: TrainSettings, folder: Path, device: str, command: str) ->
         yield args
 
 
-def _read_data(settings: TrainSettings, tokenizer: Tokenizer, console: Console) -> RunData:
-    """The data of a run, which is the same in all processes."""
-    data = read_data(settings, tokenizer, functools.partial(console.print, markup=False))
-    check_alike({"tokenizer": tokenizer.digest, "text": data.figures})
-    return data
-
-
 def _build(settings: TrainSettings) -> LongNetForCausalLM:
-    """The model, with its first weights. After all processes on this host have checked how much memory there is."""
+    """Build the model, after all memory checks: its weights would be missing from the memory that others measure."""
     from transformers import set_seed
     from transformers.utils import logging
 
@@ -296,7 +278,7 @@ def _go(run: _Run) -> Outcome:
     from .evaluation import draw_losses, xz_bits_per_byte
     from .trainer import LongNetTrainer
 
-    settings, place, args = run.settings, run.place, run.args
+    settings, opened, args = run.settings, run.opened, run.args
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
     stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
@@ -307,7 +289,7 @@ def _go(run: _Run) -> Outcome:
         args=args,
         settings=settings,
         distribution=distribution,
-        place=place,
+        place=opened,
         data=run.data,
         stages=stages,
         training=training,
@@ -320,14 +302,14 @@ def _go(run: _Run) -> Outcome:
         # Dropout differs between rows; processes that hold the same rows draw the same.
         # A CPU's generator takes 32 bits of the seed: the sum of both would be the same one for all.
         torch.manual_seed(random.Random(f"{settings.seed}:{distribution.rows_rank}").getrandbits(63))
-    with closing(distribution), tracking(settings, place) as trackers:
+    with closing(distribution), tracking(settings, opened) as trackers:
         work = run.data.work(training, stages, windows_per_step)
-        stopped_by = train_to_the_end(place, trainer, work=work, trackers=trackers)
+        stopped_by = train_to_the_end(opened, trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done < settings.steps:
             if trainer.is_world_process_zero():
-                draw_losses(place.folder, xz=xz, final=None)
-            return Outcome(run=place.folder, step=done, stopped_by=stopped_by)
+                draw_losses(opened.folder, xz=xz, final=None)
+            return Outcome(run=opened.folder, step=done, stopped_by=stopped_by)
         with naming_ranks("evaluating", trainer):
             outcome = _finish(run, trainer, evaluation, xz)
         for tracker in trackers:
@@ -341,12 +323,12 @@ def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, traini
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
     spread = trainer.distribution.in_words()
-    run.place.say(
+    run.opened.say(
         f"text: {text}{in_words(run.data.skipped, '; left out: ')}",
         f"model: {parameters:,} parameters, context {settings.context_length:,} {run.data.unit}, "
         f"{settings.model.pattern_in_words}",
         f"run: {settings.steps:,} steps, {training}, {settings.optimizer}, {settings.precision} on "
-        f"{where}{spread}, into {run.place.folder}",
+        f"{where}{spread}, into {run.opened.folder}",
         f"xz -9e takes {xz:.3f} bits per byte of the {len(evaluation.predicted()):,} held-out bytes to be predicted",
     )
 
@@ -355,13 +337,13 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     from .evaluation import bits_by_quarter, bits_of_last_quarter_alone, draw_losses
     from .sampling import sample_text
 
-    settings, place, folder = run.settings, run.place, run.place.folder
+    settings, opened, folder = run.settings, run.opened, run.opened.folder
     if trainer.is_world_process_zero():
-        place.say("evaluating on the held-out text")
+        opened.say("evaluating on the held-out text")
     start = time.perf_counter()
     bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_bits_per_byte"]
     files, lengths = run.data.long_files(), run.data.byte_lengths
-    # Every process goes on alone and alike, so that none waits for another's evaluation.
+    # Every process evaluates the whole model by itself, so that none waits for another.
     model = trainer.distribution.whole(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     quarters = bits_by_quarter(model.model, files, settings.precision, lengths) if files else None
     alone = bits_of_last_quarter_alone(model.model, files, settings.precision, lengths) if files else None
@@ -391,9 +373,9 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
             save_finished(
                 model,
                 folder,
-                run_id=place.run_id,
+                run_id=opened.run_id,
                 step=trainer.state.global_step,
-                staging=place.staging,
+                staging=opened.staging,
                 check=trainer.checkpoints.check_lease,
             )
     return Outcome(

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import checkpoint_step, checkpoints, latest_checkpoint
+from .checkpoint import checkpoint_step, checkpoints, clear, latest_checkpoint, publish, remove_leftovers
 from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
 from .faults import note_resumed
@@ -22,7 +22,6 @@ from .footprint import largest_file
 from .lease import check_exists
 from .lifecycle import OpenRun
 from .preflight import checkpoint_space, file_limit
-from .publishing import clear, publish, remove_leftovers
 from .settings import TrainSettings
 from .together import from_first
 

@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import is_out_of_memory
 
-from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME
+from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME, fitting
 from .extension_settings import ExtensionSettings
 from .finite import is_finite_everywhere
 from .guard import Guard
@@ -30,7 +30,6 @@ from .lifecycle import OpenRun
 from .run_checkpoints import RunCheckpoints
 from .settings import TrainSettings
 from .stragglers import OwnTime
-from .verification import fitting
 
 _SCALE = 2.0**16
 """First loss scale of float16: gradients underflow without one, and overflow if it is too large."""

@@ -51,19 +51,19 @@ def spread_anew(settings: TrainSettings, began_with: int, processes: int, change
         return settings
     context, tensor = settings.context_parallel, settings.tensor_parallel
     windows = settings.batch_size * settings.gradient_accumulation * (began_with // (context * tensor))
-    told = dict(changes)
-    tensor = told.setdefault("tensor_parallel", math.gcd(tensor, processes))
-    context = told.setdefault("context_parallel", math.gcd(context, max(1, processes // tensor)))
-    told.setdefault("heads_parallel", math.gcd(settings.heads_parallel, context))
+    values = dict(changes)
+    tensor = values.setdefault("tensor_parallel", math.gcd(tensor, processes))
+    context = values.setdefault("context_parallel", math.gcd(context, max(1, processes // tensor)))
+    values.setdefault("heads_parallel", math.gcd(settings.heads_parallel, context))
     if context == 1:
-        told.setdefault("strategy", "auto")
-        told.setdefault("layout", "auto")
+        values.setdefault("strategy", "auto")
+        values.setdefault("layout", "auto")
     if processes == 1 and began_with > 1:
-        told.setdefault("data_parallel", "ddp")
-    if not told.get("data_parallel", settings.data_parallel).startswith("zero"):
-        told.setdefault("offload", "none")
-    if told.get("offload", settings.offload) != "nvme":
-        told.setdefault("offload_folder", None)
+        values.setdefault("data_parallel", "ddp")
+    if not values.get("data_parallel", settings.data_parallel).startswith("zero"):
+        values.setdefault("offload", "none")
+    if values.get("offload", settings.offload) != "nvme":
+        values.setdefault("offload_folder", None)
     sequences = max(1, processes // (context * tensor))
     share, rest = divmod(windows, sequences)
     if rest:
@@ -72,13 +72,13 @@ def spread_anew(settings: TrainSettings, began_with: int, processes: int, change
             f"a step of this run takes {windows} windows, which {sequences} groups of processes cannot share evenly; "
             f"go on with {', '.join(fitting[:-1])}{' or ' * (len(fitting) > 1)}{fitting[-1]} processes"
         )
-    if "batch_size" in told and share % told["batch_size"]:
+    if "batch_size" in values and share % values["batch_size"]:
         dividing = [str(size) for size in range(1, share + 1) if share % size == 0]
         raise RunError(
-            f"--batch-size {told['batch_size']} must divide the {share} windows that a group of processes takes in a "
+            f"--batch-size {values['batch_size']} must divide the {share} windows that a group of processes takes in a "
             f"step of this run; take {', '.join(dividing[:-1])}{' or ' * (share > 1)}{dividing[-1]}"
         )
-    most = min(told.get("batch_size", settings.batch_size), share)
+    most = min(values.get("batch_size", settings.batch_size), share)
     batch_size = next(size for size in range(most, 0, -1) if share % size == 0)
-    told |= {"batch_size": batch_size, "gradient_accumulation": share // batch_size}
-    return dataclasses.replace(settings, **told)
+    values |= {"batch_size": batch_size, "gradient_accumulation": share // batch_size}
+    return dataclasses.replace(settings, **values)

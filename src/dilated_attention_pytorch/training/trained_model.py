@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import CONFIG_NAME, RESTORE, WEIGHTS_NAME, checkpoints
+from .checkpoint import CONFIG_NAME, RESTORE, WEIGHTS_NAME, newest_intact
 from .manifest import MANIFEST_NAME, verify_manifest
 from .verification import check_weights, described_by
 
@@ -35,14 +35,13 @@ def model_folder(run: Path, check: Callable[[Path], None] = check_weights) -> tu
         raise RunError(f"{run} is no run folder: {reason}; name the --output of a `train` command")
     if (run / WEIGHTS_NAME).exists():
         return run, {}
-    left: dict[str, str] = {}
-    for checkpoint in checkpoints(run):
-        try:
-            verify_manifest(checkpoint, what="broken checkpoint", remedy=RESTORE, reading=(CONFIG_NAME, WEIGHTS_NAME))
-            check(checkpoint)
-        except RunError as error:
-            left[checkpoint.name] = str(error)
-            continue
+
+    def verify(checkpoint: Path) -> None:
+        verify_manifest(checkpoint, what="broken checkpoint", remedy=RESTORE, reading=(CONFIG_NAME, WEIGHTS_NAME))
+        check(checkpoint)
+
+    checkpoint, left = newest_intact(run, verify)
+    if checkpoint is not None:
         return checkpoint, left
     if left:
         raise RunError(next(iter(left.values())))

@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.parent import end_worker_with_trainer
 
-from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME
+from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME, fitting
 from .data.byte_count import ByteCount, bits_per_byte
 from .data.run_data import RunData
 from .distribution import Distribution
@@ -31,7 +31,6 @@ from .optimizer import build_optimizer
 from .run_trainer import RunTrainer
 from .settings import TrainSettings
 from .stages import Stages
-from .verification import fitting
 from .windows import Window, WindowShare
 from .zero import zero_stage
 

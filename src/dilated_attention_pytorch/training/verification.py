@@ -1,108 +1,19 @@
-"""Verification of run folders: files are intact, belong to the run, and contain nothing executable."""
+"""Verification of the weights of a folder: intact, and of the model that its configuration describes."""
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models.config import LongNetConfig
 
-from .checkpoint import (
-    ALSO_WRITTEN,
-    CONFIG_NAME,
-    RESTORE,
-    SETTINGS_NAME,
-    STATE_NAME,
-    WEIGHTS_NAME,
-    checkpoint_step,
-    file_names,
-)
-from .manifest import MANIFEST_NAME, read_json, verify_manifest
+from .checkpoint import CONFIG_NAME, SETTINGS_NAME, WEIGHTS_NAME
+from .manifest import read_json
 
 _NAME_A_RUN = "name a folder that `dilated-attention train` wrote"
-_UNFIT = (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Exceptions raised for values of the wrong kind in a state."""
-
-
-def verify_checkpoint(checkpoint: Path, run_id: str, reading: Collection[str]) -> None:
-    """Raise :class:`RunError` unless ``checkpoint`` is as this run wrote it, without executable contents.
-
-    Args:
-        checkpoint: the folder.
-        run_id: unique id of the run.
-        reading: files about to be read.
-    """
-    from transformers import TrainerState
-
-    what = "broken checkpoint"
-    manifest = verify_manifest(checkpoint, what=what, remedy=RESTORE, reading=reading)
-    if manifest.get("run") != run_id:
-        raise RunError(
-            f"foreign checkpoint: {checkpoint} was written by another run ({manifest.get('run')!r}, and this is "
-            f"{run_id!r}), though perhaps with the same settings; {RESTORE}"
-        )
-    if manifest.get("step") != checkpoint_step(checkpoint):
-        raise RunError(
-            f"{what}: {checkpoint} was written after step {manifest.get('step')!r}, which is not what its name says; "
-            f"{RESTORE}"
-        )
-    listed = manifest["files"].keys()
-    # transformers looks files up by name and knows more names than are written here. Hidden files are not loaded.
-    known = {*listed, MANIFEST_NAME}
-    strangers = sorted(path.name for path in checkpoint.iterdir() if path.name not in known and path.name[0] != ".")
-    strangers += sorted(name for name in listed if not _is_written(name))
-    if strangers:
-        raise RunError(f"{what}: {checkpoint / strangers[0]} is nothing that a run writes there; remove it")
-    state = read_json(checkpoint / STATE_NAME, what=what, remedy=RESTORE)
-    if state.get("global_step") != checkpoint_step(checkpoint):
-        raise RunError(f"{what}: {checkpoint / STATE_NAME} is of step {state.get('global_step')!r}; {RESTORE}")
-    with fitting(checkpoint):
-        TrainerState.load_from_json(str(checkpoint / STATE_NAME))
-    for name in reading:
-        if Path(name).suffix in (".pt", ".pth"):
-            _check_state(checkpoint / name)
-
-
-def _is_written(name: str) -> bool:
-    known = {*file_names(1), *ALSO_WRITTEN}
-    return name in known or re.fullmatch(r"rng_state_(0|[1-9][0-9]*)\.pth", name, re.ASCII) is not None
-
-
-def _check_state(path: Path) -> None:
-    """Raise :class:`RunError` unless the file holds only tensors and plain values, and nothing executable."""
-    import torch
-    from transformers.trainer_pt_utils import safe_globals
-
-    try:
-        with safe_globals():  # NumPy arrays, which hold NumPy's random state
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (*_UNFIT, RuntimeError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RunError(
-            f"broken checkpoint: {path} is no state of a training run, and was not unpickled ({type(error).__name__}: "
-            f"{reason}); {RESTORE}"
-        ) from error
-
-
-@contextmanager
-def fitting(checkpoint: str | Path) -> Iterator[None]:
-    """Context that reads states from ``checkpoint``.
-
-    Raises:
-        RunError: they do not fit this run.
-    """
-    try:
-        yield
-    except _UNFIT as error:
-        raise RunError(
-            f"foreign checkpoint: the states in {checkpoint} do not fit this run ({type(error).__name__}: {error}); "
-            f"{RESTORE}"
-        ) from error
 
 
 @contextmanager
@@ -143,7 +54,7 @@ def check_weights(folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise RunError(
             f"broken checkpoint: {weights} is damaged or was not written to its end ({error}); "
-            "copy it again from where it came from, or begin anew"
+            "copy it again from its source, or start a new run"
         ) from error
     # Every layer has weights: do not build a model with more layers than the file can hold.
     if config.num_layers > len(found):
