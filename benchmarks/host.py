@@ -8,6 +8,7 @@ dispatch and, with gradients, autograd. The implementations are called in turn; 
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 CALLS: dict[str, Callable[..., Tensor]] = {
-    "native": lambda *qkv: attend(*qkv, PATTERN, is_causal=True, impl="native"),
-    "aten": lambda *qkv: attend(*qkv, PATTERN, is_causal=True, impl="aten"),
+    "native": functools.partial(attend, pattern=PATTERN, is_causal=True, impl="native"),
+    "aten": functools.partial(attend, pattern=PATTERN, is_causal=True, impl="aten"),
     DENSE: dense,
 }
 
@@ -53,15 +54,15 @@ def timed(dtype: torch.dtype, *, has_backward: bool, repeats: int) -> dict[str, 
     """Median microseconds of a call, by implementation."""
     qkv = [x.requires_grad_(has_backward) for x in torch.randn(3, 1, ROWS, HEADS, HEAD_DIM).to(dtype).unbind()]
 
-    def call(attention: Callable[..., Tensor]) -> None:
-        out = attention(*qkv)
+    def call(name: str) -> None:
+        out = CALLS[name](*qkv)
         if has_backward:
             torch.autograd.grad(out, qkv, out.detach())
 
     found: dict[str, list[float]] = {name: [] for name in CALLS}
     for turn in range(repeats + repeats // 10 + 1):
-        for name, attention in CALLS.items():
-            taken = seconds(lambda attention=attention: call(attention))
+        for name in CALLS:
+            taken = seconds(functools.partial(call, name))
             if turn > repeats // 10:
                 found[name].append(taken)
     return {name: 1e6 * statistics.median(values) for name, values in found.items()}
