@@ -142,7 +142,9 @@ class Board:
             cause = self._stated(fresh, transport) or self._silent(fresh, states, seconds, transport)
             if cause is None and len(fresh) == len(others):
                 if ending is not None:
-                    cause = ending if seconds > SILENT_SECONDS + KNOWN_SECONDS else None
+                    # The rank itself knows best what it waited for: the others leave it time to say so.
+                    patience = KNOWN_SECONDS if self._monitor.got_sigterm else 2 * KNOWN_SECONDS
+                    cause = ending if seconds > SILENT_SECONDS + patience else None
                 else:
                     cause = self._differing(fresh) or self._outside(fresh)
                 # Ranks that wait in another group need this long to report the rank they wait for.

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import json
+import queue
 import select
 import signal
 import socket
@@ -143,7 +144,7 @@ class Monitor:
         self._life, self._beat = uuid.uuid4().hex, 0
         self._earlier_lives: set[str] = set()
         self._heartbeats = Heartbeats(2 * POLL_SECONDS)
-        self._lock = threading.RLock()
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._num_read = 0  # failures read, including unreadable ones
         self._num_handled = 0
         self._is_connected = True
@@ -174,50 +175,44 @@ class Monitor:
         Watches the members of ``ranks`` that come after this one.
         """
         own_index = ranks.index(self.rank)
-        with self._lock:
+
+        def show() -> bool:
             self._groups[group] = about
             self._heartbeats.watch([*ranks[own_index + 1 :], *ranks[:own_index]][:WATCHED])
-        with contextlib.suppress(RuntimeError):
             self._write_state()
+            return True
+
+        self._ask(show)
 
     def has_met(self, ranks: Sequence[int]) -> None:
         """Record that these processes took part in a call; their silence counts from now on."""
-        with self._lock:
-            self._heartbeats.has_met(ranks)
+        self._requests.put(lambda: self._heartbeats.has_met(ranks))
 
     def states(self, ranks: Sequence[int]) -> dict[int, State] | None:
         """The latest states of those ``ranks`` that ever wrote one; None if the store does not respond."""
-        try:
-            found = self._read_states(ranks)
-        except RuntimeError:
+        found = self._ask(lambda: self._read_states(ranks))
+        if found is None:
             return None
         return {rank: state for rank, state in found.items() if state.life not in self._earlier_lives}
 
     def calls(self, group: str, ranks: Sequence[int]) -> dict[int, dict[str, str]] | None:
         """The last calls of ``ranks`` in a group; None if the store does not respond or lacks one of them."""
-        try:
+
+        def read() -> dict[int, dict[str, str]]:
             values = self._read({_call_key(group, rank): rank for rank in ranks})
-        except RuntimeError:
-            return None
-        found = {rank: self._parsed(_call_key(group, rank), read_call, value) for rank, value in values}
-        calls = {rank: call for rank, call in found.items() if call is not None}
-        return calls if len(calls) == len(ranks) else None
+            found = {rank: self._parsed(_call_key(group, rank), read_call, value) for rank, value in values}
+            return {rank: call for rank, call in found.items() if call is not None}
+
+        calls = self._ask(read)
+        return calls if calls is not None and len(calls) == len(ranks) else None
 
     def publish(self, failure: Failure) -> None:
         """Add to the :attr:`failures` of all processes."""
-        with contextlib.suppress(RuntimeError), self._lock:
-            value = json.dumps(asdict(failure))
-            for _ in range(_MOST_FAILURES):
-                self._read_failures()
-                # The first process to write wins.
-                if self._store.compare_set(_failure_key(self._num_read + 1), "", value) == value.encode():
-                    break
-            self._read_failures()
+        self._ask(lambda: self._publish(failure))
 
     def look(self) -> None:
         """Read failures now."""
-        with contextlib.suppress(RuntimeError):
-            self._read_failures()
+        self._ask(self._read_failures)
 
     def waits(self) -> str:
         """Description of this process's wait in a call of this package; empty if there is none."""
@@ -259,9 +254,8 @@ class Monitor:
             self.publish(Failure(self.reason))
             time.sleep(KNOWN_SECONDS)
         self._is_ending.set()
-        with contextlib.suppress(OSError):
-            self._wakeup_write.send(b"\0")
-        self._thread.join(timeout=2 * SILENT_SECONDS)
+        self._wake()
+        self._thread.join(timeout=SILENT_SECONDS)
         for known in self.failures[self._num_handled :]:
             if known.failure.silent and not self.reason:
                 self._print(known.failure.cause)
@@ -272,15 +266,18 @@ class Monitor:
         with self._wakeup_read, self._wakeup_write:
             while not self._is_ending.is_set() and not self._is_over():
                 left = max(0.0, last + POLL_SECONDS - time.monotonic())
-                if select.select([self._wakeup_read], [], [], left)[0]:
-                    if signal.SIGTERM in self._wakeup_read.recv(4096):
-                        self._break_off()
-                elif self._is_connected:
-                    seconds, last = time.monotonic() - last, time.monotonic()
-                    self._try_to(functools.partial(self._poll, seconds))
-                else:
-                    last = time.monotonic()
-                self._interrupt()
+                if select.select([self._wakeup_read], [], [], left)[0] and (
+                    signal.SIGTERM in self._wakeup_read.recv(4096)
+                ):
+                    self._break_off()
+                with contextlib.suppress(queue.Empty):
+                    while self._is_connected:
+                        self._try_to(self._requests.get_nowait())
+                if (seconds := time.monotonic() - last) >= POLL_SECONDS:
+                    last += seconds
+                    if self._is_connected:
+                        self._try_to(functools.partial(self._poll, seconds))
+                    self._interrupt()
             if self._is_connected:
                 self._try_to(functools.partial(self._write_state, has_left=True))
 
@@ -293,6 +290,26 @@ class Monitor:
         except RuntimeError as error:
             # A request may time out while the connection still stands.
             self._is_connected = "imeout" in str(error) and not isinstance(error, DistNetworkError)
+
+    def _ask(self, request: Callable[[], _Result]) -> _Result | None:
+        """The result of ``request``, run on the thread; None if the store does not respond.
+
+        A request of the store's client blocks for as long as the process that holds the store is stopped.
+        """
+        results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
+        self._requests.put(lambda: results.put(request()))
+        self._wake()
+        deadline = time.monotonic() + SILENT_SECONDS
+        while self._thread.is_alive() and self._is_connected and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return results.get(timeout=0.1)
+        with contextlib.suppress(queue.Empty):
+            return results.get_nowait()
+        return None
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wakeup_write.send(b"\0")
 
     def _interrupt(self) -> None:
         """Interrupt the waits for silent ranks, once the others had time to learn of them: this process may host the
@@ -319,44 +336,50 @@ class Monitor:
             for rank, value in values.items()
             if (state := self._parsed(_state_key(rank), read_state, value)) and state.has_left
         }
-        with self._lock:
-            self._heartbeats.look(values, left, seconds)
-            silent = self._heartbeats.silent(self.timeout)
-            # Together with ranks that fell silent at the same time, such as the others on its host.
-            together = self._heartbeats.silent(self.timeout - 2 * POLL_SECONDS)
+        self._heartbeats.look(values, left, seconds)
         named = {rank for known in self.failures for rank in known.failure.silent}
-        if any(rank not in named for rank in silent):
-            cause = f"{no_answer(together)} (no sign of life for {self.timeout:g} s)"
-            self.publish(Failure(cause, tuple(together)))
+        if any(rank not in named for rank in self._heartbeats.silent(self.timeout)):
+            # Together with ranks that fell silent at the same time, such as the others on its host.
+            silent = self._heartbeats.silent(self.timeout - 2 * POLL_SECONDS)
+            self._publish(Failure(f"{no_answer(silent)} (no sign of life for {self.timeout:g} s)", tuple(silent)))
 
     def _write_state(self, *, has_left: bool = False) -> None:
-        with self._lock:
-            groups = {}
-            for group, about in self._groups.items():
-                groups[group], call = about()
-                if (groups[group].number, groups[group].call) != self._written.get(group):
-                    # The call first, so that a reader of the state finds it.
-                    self._store.set(_call_key(group, self.rank), json.dumps(dict(call)))
-                    self._written[group] = groups[group].number, groups[group].call
-            self._beat += 1
-            state = State(self._life, self._beat, self.reason, self.got_sigterm, has_left, groups)
-            self._store.set(_state_key(self.rank), json.dumps(asdict(state)))
+        groups = {}
+        for group, about in self._groups.items():
+            groups[group], call = about()
+            written = groups[group].number, groups[group].call
+            if self._written.get(group) != written:
+                # The call first, so that a reader of the state finds it.
+                self._store.set(_call_key(group, self.rank), json.dumps(dict(call)))
+                self._written[group] = written
+        self._beat += 1
+        state = State(self._life, self._beat, self.reason, self.got_sigterm, has_left, groups)
+        self._store.set(_state_key(self.rank), json.dumps(asdict(state)))
 
     def _read_states(self, ranks: Sequence[int]) -> dict[int, State]:
         values = self._read({_state_key(rank): rank for rank in ranks})
         found = {rank: self._parsed(_state_key(rank), read_state, value) for rank, value in values}
         return {rank: state for rank, state in found.items() if state is not None}
 
-    def _read_failures(self) -> None:
-        with self._lock:
-            for _ in range(_MOST_FAILURES):
-                key = _failure_key(self._num_read + 1)
-                if not self._store.check([key]):
-                    return
-                self._num_read += 1
-                failure = self._parsed(key, read_failure, self._store.get(key))
-                if failure is not None:
-                    self.failures.append(KnownFailure(failure, time.monotonic()))
+    def _read_failures(self) -> bool:
+        for _ in range(_MOST_FAILURES):
+            key = _failure_key(self._num_read + 1)
+            if not self._store.check([key]):
+                break
+            self._num_read += 1
+            failure = self._parsed(key, read_failure, self._store.get(key))
+            if failure is not None:
+                self.failures.append(KnownFailure(failure, time.monotonic()))
+        return True
+
+    def _publish(self, failure: Failure) -> bool:
+        value = json.dumps(asdict(failure))
+        for _ in range(_MOST_FAILURES):
+            self._read_failures()
+            # The first process to write wins.
+            if self._store.compare_set(_failure_key(self._num_read + 1), "", value) == value.encode():
+                break
+        return self._read_failures()
 
     def _read(self, ranks: Mapping[str, int]) -> list[tuple[int, bytes]]:
         """The values of the keys that exist, by rank."""
