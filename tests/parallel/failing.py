@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dilated_attention_pytorch import DilatedPattern, parallel
 from dilated_attention_pytorch.parallel import communicator
 from dilated_attention_pytorch.parallel.groups import wait_at_most
+from dilated_attention_pytorch.parallel.monitor import InGroup
 from dilated_attention_pytorch.planning import rounds
 
 TIMEOUT_SECONDS = 10.0
@@ -87,14 +88,14 @@ class Rank:
 
     def wait_until_others_wait(self) -> None:
         """Until all other ranks of the mesh, of one axis, wait for this one."""
-        roll = communicator._connections().roll_call
+        monitor = communicator._connections().monitor
         group = self.mesh.get_group()
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.number]
         number = communicator.communicator_of(self.mesh)._num_calls + 1
         while True:
-            roll.question()
-            answers = roll.answers(group.group_name, others) or {}
-            if [answer.number for answer in answers.values() if answer.waits] == [number] * len(others):
+            states = monitor.states(others) or {}
+            found = [state.groups.get(group.group_name, InGroup()) for state in states.values()]
+            if [one.number for one in found if one.waits] == [number] * len(others):
                 return
             time.sleep(0.1)
 
@@ -175,7 +176,7 @@ def _stops_unseen_by_the_transport(rank: Rank) -> None:
     """The groups have no timeout to speak of: what is noticed, the thread notices."""
     _on_two_axes(rank)
     rank.call()
-    communicator._connections().roll_call.timeout = TIMEOUT_SECONDS
+    communicator._connections().monitor.timeout = TIMEOUT_SECONDS
     rank.fault_in_exchange(5, _stop)
     while True:
         rank.call()
@@ -198,15 +199,7 @@ def _poisons_and_dies(rank: Rank) -> None:
     if rank.is_culprit:
         store = dist.distributed_c10d._get_default_store()
         group = rank.mesh.get_group().group_name
-        for key in (
-            "questions",
-            "failures/1",
-            "failures/2",
-            "beat/0",
-            "beat/2",
-            f"answer/{group}/0",
-            f"call/{group}/2",
-        ):
+        for key in ("failures/1", "failures/2", "state/0", "state/2", f"call/{group}/2"):
             store.set(f"dilated_attention_pytorch/{key}", b"\xff\x00 10**9")
         rank.fault(_die)
     rank.call()

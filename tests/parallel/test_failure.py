@@ -161,7 +161,7 @@ def check_told(ranks: list[dict[str, Any]], figure: Any) -> None:
 
 
 def test_processes_end_well(tmp_path: Path) -> None:
-    """The thread that answers roll calls neither holds up nor aborts the interpreter's exit."""
+    """The monitor's thread neither holds up nor aborts the interpreter's exit."""
     cases = ["ends well", "ends without a word"] * 4
     codes = [[rank.get("code") for rank in ranks] for ranks in run(tmp_path, cases)]
     assert codes == [[0, 0]] * len(cases)

@@ -24,8 +24,8 @@ from support.processes import environment
 PROGRAM = Path(__file__).with_name("host_ranks.py")
 TOLERANCE = 1e-10
 LATEST_SECONDS = 60.0
-"""After the cut until a rank has ended. The timeout of the group (6 s), the roll call (3 s) and the time for all to
-hear of it (1.25 s) are 10 s: the rest is for slow machines."""
+"""After the cut until a rank has ended. The timeout of the group (6 s), the states of the others (3 s) and the time
+for all to hear of it (1.25 s) are 10 s: the rest is for slow machines."""
 HANG_SECONDS = 600.0
 NETEM = "netem delay 5ms 1ms loss 1%"
 TBF = "tbf rate 20mbit burst 4kb latency 5ms"

@@ -18,9 +18,8 @@ from dilated_attention_pytorch.planning.rounds import Hop, around, gather_rounds
 
 from .failure import Board, RankFailure, disagreement
 from .groups import all_groups, as_long_as_all, break_off, is_of_transport, timeout_of
-from .roll_call import RollCall
+from .monitor import Monitor
 from .traffic import COUNTERS
-from .watch import Watch
 
 # Renamed between the oldest torch that this package accepts and the newest.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -92,8 +91,7 @@ class Communicator:
         self._agreed: set[int] = set()
         self._board: Board | None = None
         if self.size > 1:
-            known = _connections()
-            self._board = Board(known.roll_call, known.watch, group.group_name, self.ranks)
+            self._board = Board(_connections().monitor, group.group_name, self.ranks)
 
     def agree(self, call: Mapping[str, object]) -> int:
         """Check, once per distinct ``call``, that all ranks make it; later calls only look it up in a set.
@@ -120,7 +118,7 @@ class Communicator:
         doing = "comparing the call with the other ranks"
         headers = self._gather(header, range(self.size), _AGREEMENT_TAG, doing, self._exchange).tolist()
         if not self._agreed:
-            self._board.meet()
+            self._board.has_met()
         if any(other != headers[0] for other in headers):
             padded = encoded.new_zeros(max(length for _, _, length in headers))
             padded[: len(encoded)] = encoded
@@ -207,7 +205,7 @@ class Communicator:
         if self._board is None:
             yield
             return
-        with self._board.waiting(doing, is_in_reach=self._is_gloo):
+        with self._board.waiting(doing, can_interrupt=self._is_gloo):
             yield
 
     @contextlib.contextmanager
@@ -322,8 +320,7 @@ class _Connections:
     """Connections that live as long as the process group."""
 
     store: dist.Store
-    roll_call: RollCall
-    watch: Watch
+    monitor: Monitor
     communicators: dict[tuple[str, str], Communicator] = field(default_factory=dict)
     """By group name and device type."""
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
@@ -340,8 +337,9 @@ def _connections() -> _Connections:
         def is_over() -> bool:
             return not dist.is_initialized() or dist.distributed_c10d._get_default_store() is not store
 
-        roll_call = RollCall(store, dist.get_rank(), timeout_of(dist.group.WORLD).total_seconds(), is_over)
-        _CONNECTIONS[:] = [_Connections(store, roll_call, Watch(roll_call, break_off, is_over))]
+        timeout = timeout_of(dist.group.WORLD).total_seconds()
+        monitor = Monitor(store, dist.get_rank(), dist.get_world_size(), timeout, is_over, break_off)
+        _CONNECTIONS[:] = [_Connections(store, monitor)]
     return _CONNECTIONS[0]
 
 
@@ -358,12 +356,12 @@ def naming_ranks(doing: str) -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    known, ranks = _connections(), range(dist.get_world_size())
+    monitor, ranks = _connections().monitor, range(dist.get_world_size())
     for group in all_groups():
         as_long_as_all(group)
-    known.roll_call.wait_at_most(timeout_of(dist.group.WORLD).total_seconds())
-    board = Board(known.roll_call, known.watch, f"all, {doing}", ranks)
-    board.meet()
+    monitor.wait_at_most(timeout_of(dist.group.WORLD).total_seconds())
+    board = Board(monitor, f"all, {doing}", ranks)
+    board.has_met()
     try:
         yield
     except RankFailure:

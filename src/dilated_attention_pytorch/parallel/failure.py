@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,13 +14,9 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from .note import Answer, Failure, call_to_note
-from .roll_call import KNOWN_SECONDS, LISTENING_SECONDS, Heard, RollCall, names, no_answer
-from .watch import Watch
+from .monitor import KNOWN_SECONDS, SILENT_SECONDS, Failure, InGroup, KnownFailure, Monitor, State, names, no_answer
 
 _POLL_SECONDS = 0.1
-_ASKING_SECONDS = 1.0
-"""Seconds after which a question is repeated; another rank may have overwritten it."""
 _TRANSPORT_LENGTH = 120
 """Characters of the transport's error message to quote; the full error is chained as the cause."""
 
@@ -29,60 +26,57 @@ class RankFailure(RuntimeError):
 
 
 class Board:
-    """State that the ranks of one group share to diagnose a failure.
+    """A group of ranks that diagnose a failure together.
 
     Args:
-        roll: this process's index among all processes.
-        watch: thread that interrupts waits of this process.
+        monitor: this process among all processes.
         group: a unique name of the group.
         ranks: global ranks of the group.
     """
 
-    def __init__(self, roll: RollCall, watch: Watch, group: str, ranks: Sequence[int]) -> None:
-        self._roll = roll
-        self._watch = watch
+    def __init__(self, monitor: Monitor, group: str, ranks: Sequence[int]) -> None:
+        self._monitor = monitor
         self._group = group
         self._ranks = ranks
         self._call: Mapping[str, str] = {}
         self._number = 0
-        self._said = ""
+        self._report = ""
         self.waits = ""
         """Description of the exchange that this rank waits in; empty outside of exchanges."""
-        watch.ask(lambda: self.waits)
-        roll.look()
-        self._born = len(roll.failures)
-        roll.answer(group, ranks, self._answer)
+        monitor.look()
+        self._born = len(monitor.failures)
+        monitor.show(group, ranks, lambda: (self._own(), self._call))
 
     def enter(self, call: Mapping[str, str], number: int) -> None:
         """Start the ``number``-th call on this group; clears an earlier refusal."""
         self._call, self._number = call, number
-        self._roll.words = ""
+        self._monitor.reason = ""
 
-    def meet(self) -> None:
+    def has_met(self) -> None:
         """Record that all ranks of the group took part in a call."""
-        self._roll.meet(self._ranks)
+        self._monitor.has_met(self._ranks)
 
     def refuse(self, error: Exception) -> None:
         """Publish that this rank raises an error of its own, so that the others do not wait until their timeout."""
-        self._roll.words = f"rank {self._roll.rank} refused the call: {type(error).__name__}: {error}"
+        self._monitor.reason = f"rank {self._monitor.rank} refused the call: {type(error).__name__}: {error}"
 
     @contextlib.contextmanager
-    def waiting(self, doing: str, *, is_in_reach: bool) -> Iterator[None]:
+    def waiting(self, doing: str, *, can_interrupt: bool) -> Iterator[None]:
         """Context of a wait for other ranks: a transport error becomes one that names the failed rank and the cause.
 
         Args:
             doing: description of the exchange.
-            is_in_reach: whether the watch can interrupt the wait; on SIGTERM the process then reports its wait first.
+            can_interrupt: whether the monitor can interrupt the wait; on SIGTERM the process then reports it first.
         """
 
-        def say() -> None:
-            if not self._said:
+        def report() -> None:
+            if not self._report:
                 self.diagnose(None, doing)
-            print(self._said, file=sys.stderr, flush=True)
+            print(self._report, file=sys.stderr, flush=True)
 
-        self.waits, self._said = doing, ""
+        self.waits, self._report = doing, ""
         try:
-            with self._watch.heeding(say) if is_in_reach else contextlib.nullcontext():
+            with self._monitor.watching(report) if can_interrupt else contextlib.nullcontext():
                 try:
                     yield
                 except RankFailure:
@@ -98,69 +92,71 @@ class Board:
         All ranks that ask get the same answer. Returns only after the other processes had time to receive it, as this
         process may host the store and exit afterwards.
         """
-        transport = ""
-        if error is not None and not self._watch.is_told:
+        monitor, transport = self._monitor, ""
+        if error is not None and not monitor.got_sigterm:
             text = re.sub(r"^\[/\S*\] ", "", str(error))  # source location in gloo
             transport = f"; the transport said: {textwrap.shorten(text, _TRANSPORT_LENGTH, placeholder=' ...')}"
-        with _held_back(signal.SIGTERM, self._watch) as words:
-            self._roll.look()
+        with _held_back(signal.SIGTERM, monitor) as lines:
+            monitor.look()
             cause, found = "", None
             if self._known() is None:
                 cause, found = self._cause(transport, doing)
             if found is not None and self._known() is None:
-                self._roll.publish(found)
+                monitor.publish(found)
             known = self._known()
             if known is not None:
                 cause = known.failure.cause
                 time.sleep(max(0.0, known.at + KNOWN_SECONDS - time.monotonic()))
-            self._roll.words = cause
-            if cause.startswith(f"rank {self._roll.rank} ") and not self._watch.is_told:
+            monitor.reason = cause
+            if cause.startswith(f"rank {monitor.rank} ") and not monitor.got_sigterm:
                 cause = f"the other ranks gave this one up: {cause}"
-            is_told = "told to end (SIGTERM) while " if self._watch.is_told else ""
-            self._said = f"rank {self._roll.rank}: {is_told}{doing}: {cause}"
-            words.append(self._said)
+            ending = "told to end (SIGTERM) while " if monitor.got_sigterm else ""
+            self._report = f"rank {monitor.rank}: {ending}{doing}: {cause}"
+            lines.append(self._report)
         return cause
 
-    def _answer(self) -> tuple[Answer, Mapping[str, str]]:
-        call, number = self._call, self._number
-        digest = f"{zlib.crc32(call_to_note(call).encode()):08x}"
-        elsewhere = "" if self.waits else self._watch.waits()
-        answer = Answer(number=number, call=digest, waits=self.waits, elsewhere=elsewhere, is_told=self._watch.is_told)
-        return answer, call
+    def _own(self) -> InGroup:
+        digest = f"{zlib.crc32(json.dumps(dict(self._call)).encode()):08x}"
+        return InGroup(self._number, digest, self.waits)
 
-    def _known(self) -> Heard | None:
+    def _known(self) -> KnownFailure | None:
         """The first failure published during the lifetime of this group."""
-        return self._roll.failures[self._born] if len(self._roll.failures) > self._born else None
+        failures = self._monitor.failures
+        return failures[self._born] if len(failures) > self._born else None
 
     def _cause(self, transport: str, doing: str) -> tuple[str, Failure | None]:
-        """The cause, and the failure to publish if one was found. Asks all ranks of the group for their state."""
-        start = asked = time.monotonic()
-        question = self._roll.question()
-        others = [rank for rank in self._ranks if rank != self._roll.rank]
-        while question is not None:
-            answers = self._roll.answers(self._group, others)
-            if self._known() is not None:
-                return "", None
-            if answers is None:
-                break
+        """The cause, and the failure to publish if one was found, from states that the ranks write from now on."""
+        start = time.monotonic()
+        others = [rank for rank in self._ranks if rank != self._monitor.rank]
+        before = self._monitor.states(others)
+        states = before
+        while before is not None and states is not None:
             seconds = time.monotonic() - start
-            heard = {rank: answer for rank, answer in answers.items() if answer.question >= question or answer.has_left}
-            told = self._told(heard, doing)
-            cause = self._answered(heard, transport) or self._unanswered(heard, answers, seconds, transport)
-            if cause is None and len(heard) == len(others):
-                if told is not None:
-                    cause = told if seconds > LISTENING_SECONDS + KNOWN_SECONDS else None
+            # States may be written over each other; one that is older than the failure says nothing about it.
+            fresh = {
+                rank: state
+                for rank, state in states.items()
+                if state.has_left or (state.life, state.beat) != _beat(before.get(rank))
+            }
+            ending = self._ending(fresh, doing)
+            cause = self._stated(fresh, transport) or self._silent(fresh, states, seconds, transport)
+            if cause is None and len(fresh) == len(others):
+                if ending is not None:
+                    # The rank itself knows best what it waited for: the others leave it time to say so.
+                    patience = KNOWN_SECONDS if self._monitor.got_sigterm else 2 * KNOWN_SECONDS
+                    cause = ending if seconds > SILENT_SECONDS + patience else None
                 else:
-                    cause = self._differing(heard) or self._outside(heard)
+                    cause = self._differing(fresh) or self._outside(fresh)
                 # Ranks that wait in another group need this long to report the rank they wait for.
-                if cause is None and seconds > 3 * LISTENING_SECONDS:
-                    return f"{self._all_wait(heard)}{transport}", None
+                if cause is None and seconds > 3 * SILENT_SECONDS:
+                    return f"{self._all_wait(fresh)}{transport}", None
             if cause is not None:
                 return cause, Failure(cause)
-            if time.monotonic() - asked > _ASKING_SECONDS:
-                asked = time.monotonic()
-                self._roll.question()
             time.sleep(_POLL_SECONDS)
+            self._monitor.look()
+            if self._known() is not None:
+                return "", None
+            states = self._monitor.states(others)
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "torchrun's agent on the first host" if is_agents else "rank 0 (or a launcher)"
         return (
@@ -168,12 +164,15 @@ class Board:
             f"stopped, or its host cannot be reached{transport}"
         ), None
 
-    def _answered(self, heard: Mapping[int, Answer], transport: str) -> str | None:
-        """The cause, if a rank reports one or has exited."""
-        for answer in heard.values():
-            if answer.words:
-                return answer.words
-        left = [rank for rank, answer in heard.items() if answer.has_left]
+    def _in_group(self, state: State) -> InGroup:
+        return state.groups.get(self._group, InGroup())
+
+    def _stated(self, fresh: Mapping[int, State], transport: str) -> str | None:
+        """The cause, if a rank states one or has exited."""
+        for state in fresh.values():
+            if state.reason:
+                return state.reason
+        left = [rank for rank, state in fresh.items() if state.has_left]
         if not left:
             return None
         return (
@@ -181,58 +180,64 @@ class Board:
             f"printed{transport}"
         )
 
-    def _unanswered(
-        self, heard: Mapping[int, Answer], answers: Mapping[int, Answer], seconds: float, transport: str
+    def _silent(
+        self, fresh: Mapping[int, State], states: Mapping[int, State], seconds: float, transport: str
     ) -> str | None:
-        """The cause, if ranks have not answered for long."""
-        silent = [rank for rank in self._ranks if rank != self._roll.rank and rank not in heard]
-        if not silent or seconds <= LISTENING_SECONDS:
+        """The cause, if ranks have written no state for long."""
+        silent = [rank for rank in self._ranks if rank != self._monitor.rank and rank not in fresh]
+        if not silent or seconds <= SILENT_SECONDS:
             return None
         text = no_answer(silent)
-        never = [rank for rank in silent if rank not in answers]
+        never = [rank for rank in silent if rank not in states or self._group not in states[rank].groups]
         if never:
             text += f" ({names(never)} had not made a call on this group yet, or ended before this rank made its first)"
         return text + transport
 
-    def _told(self, heard: Mapping[int, Answer], doing: str) -> str | None:
+    def _ending(self, fresh: Mapping[int, State], doing: str) -> str | None:
         """That a rank received SIGTERM, if one did; what the others wait for is then irrelevant."""
-        told = [rank for rank, answer in heard.items() if answer.is_told]
-        if self._watch.is_told:
-            return f"rank {self._roll.rank} was told to end (SIGTERM) while {doing}; no rank is known to have failed"
-        return f"{names(told)} was told to end (SIGTERM)" if told else None
+        ending = [rank for rank, state in fresh.items() if state.got_sigterm]
+        if self._monitor.got_sigterm:
+            return f"rank {self._monitor.rank} was told to end (SIGTERM) while {doing}; no rank is known to have failed"
+        return f"{names(ending)} was told to end (SIGTERM)" if ending else None
 
-    def _differing(self, heard: Mapping[int, Answer]) -> str | None:
+    def _differing(self, fresh: Mapping[int, State]) -> str | None:
         """Ranks that wait in a different call from the others."""
-        own, _ = self._answer()
-        waiting = {self._roll.rank: own} | {rank: answer for rank, answer in heard.items() if answer.waits}
-        if len({(answer.number, answer.call) for answer in waiting.values()}) == 1:
+        own = self._own()
+        waiting = {self._monitor.rank: own}
+        waiting |= {rank: one for rank, state in fresh.items() if (one := self._in_group(state)).waits}
+        if len({(one.number, one.call) for one in waiting.values()}) == 1:
             return None
         ranks = sorted(waiting)
         # One rank per distinct call suffices.
-        kinds = {(answer.number, answer.call): rank for rank, answer in waiting.items() if rank != self._roll.rank}
-        texts = self._roll.calls(self._group, list(kinds.values()))
+        kinds = {(one.number, one.call): rank for rank, one in waiting.items() if rank != self._monitor.rank}
+        texts = self._monitor.calls(self._group, list(kinds.values()))
         if texts is None:
             return None
         call_of = {kind: texts[rank] for kind, rank in kinds.items()} | {(own.number, own.call): dict(self._call)}
         calls = [call_of[waiting[rank].number, waiting[rank].call] for rank in ranks]
-        numbers = [waiting[rank].number for rank in ranks]
-        return disagreement(numbers, calls, ranks)
+        return disagreement([waiting[rank].number for rank in ranks], calls, ranks)
 
-    def _outside(self, heard: Mapping[int, Answer]) -> str | None:
+    def _outside(self, fresh: Mapping[int, State]) -> str | None:
         """Ranks that do not wait for anyone."""
-        outside = [rank for rank, answer in heard.items() if not answer.waits and not answer.elsewhere]
+        outside = [
+            rank
+            for rank, state in fresh.items()
+            if not self._in_group(state).waits and not state.waits_outside(self._group)
+        ]
         if not outside:
             return None
-        numbers = ", ".join(str(heard[rank].number) for rank in outside)
+        numbers = ", ".join(str(self._in_group(fresh[rank]).number) for rank in outside)
         return (
             f"{names(outside)} is alive, but takes no part: it computes for longer than the group's timeout, or left "
             f"out a call or a backward pass that the others make (calls made there: {numbers}; here: {self._number})"
         )
 
-    def _all_wait(self, heard: Mapping[int, Answer]) -> str:
+    def _all_wait(self, fresh: Mapping[int, State]) -> str:
         """The message if no rank is at fault."""
         elsewhere = "; ".join(
-            f"rank {rank} waits for others: {a.elsewhere}" for rank, a in heard.items() if a.elsewhere
+            f"rank {rank} waits for others: {waits}"
+            for rank, state in fresh.items()
+            if not self._in_group(state).waits and (waits := state.waits_outside(self._group))
         )
         if elsewhere:
             return f"{names(self._ranks)} is alive, and {elsewhere}"
@@ -240,6 +245,10 @@ class Board:
             f"{names(self._ranks)} is alive and waits in the same call: the network lost a message, or a rank that "
             "they all wait for came too late"
         )
+
+
+def _beat(state: State | None) -> tuple[str, int] | None:
+    return None if state is None else (state.life, state.beat)
 
 
 def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
@@ -267,22 +276,22 @@ def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ran
 
 
 @contextlib.contextmanager
-def _held_back(number: signal.Signals, watch: Watch) -> Iterator[list[str]]:
+def _held_back(number: signal.Signals, monitor: Monitor) -> Iterator[list[str]]:
     """Defer SIGTERM until the failed rank has been reported: launchers terminate all processes when one has died.
 
-    Yields a list for the message, which is printed if the signal came.
+    Yields a list for the message, which is printed if the signal arrived.
     """
-    words: list[str] = []
+    lines: list[str] = []
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(number) is None or watch.is_heeding:
-        yield words
+    if not is_main or signal.getsignal(number) is None or monitor.is_watching:
+        yield lines
         return
-    has_come = threading.Event()
-    before = signal.signal(number, lambda *_: has_come.set())
+    has_arrived = threading.Event()
+    before = signal.signal(number, lambda *_: has_arrived.set())
     try:
-        yield words
+        yield lines
     finally:
         signal.signal(number, before)
-        if has_come.is_set():
-            print(*words, file=sys.stderr, flush=True)
+        if has_arrived.is_set():
+            print(*lines, file=sys.stderr, flush=True)
             signal.raise_signal(number)

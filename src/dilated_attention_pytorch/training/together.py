@@ -83,7 +83,7 @@ def joined(backend: str, seconds: float) -> Iterator[None]:
 def _join(backend: str, seconds: float) -> None:
     import torch.distributed as dist
 
-    from dilated_attention_pytorch.parallel.roll_call import no_answer
+    from dilated_attention_pytorch.parallel.monitor import no_answer
 
     if num_processes() == 1 or dist.is_initialized():
         return

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-LEFT = b"left"
-"""Heartbeat of a process that exited normally: its silence is no failure."""
+from collections.abc import Collection, Iterable, Mapping
 
 
-class Pulse:
+class Heartbeats:
     """How long each watched process has been silent.
 
-    Every process writes a changing heartbeat to the store twice a second. A process is silent while its heartbeat does
-    not change, provided that it changed before: the first heartbeat found may come from an earlier process.
+    Every process writes a state that changes twice a second. A process is silent while its state does not change,
+    provided that it changed before: the first state that is read may come from an earlier process.
 
     Time is measured by this process's polls: however long the gap between two polls, it counts as at most
     ``most_seconds``. A process that was itself stopped, starved or waiting for the store therefore does not declare
@@ -32,28 +29,31 @@ class Pulse:
         for rank in ranks:
             self._last.setdefault(rank, b"")
 
-    def meet(self, ranks: Iterable[int]) -> None:
-        """Record that these ranks are alive, so their current heartbeats are not an earlier process's."""
+    def has_met(self, ranks: Iterable[int]) -> None:
+        """Record that these ranks are alive, so their current states are not an earlier process's."""
         for rank in ranks:
             if rank in self._last:
                 self._silence.setdefault(rank, 0.0)
 
     @property
     def watched(self) -> list[int]:
-        """The ranks whose heartbeats :meth:`look` expects."""
+        """The ranks whose states :meth:`look` expects."""
         return list(self._last)
 
-    def look(self, beats: Mapping[int, bytes], seconds: float) -> None:
-        """Process the current heartbeats of the watched ranks, ``seconds`` after the previous poll."""
+    def look(self, states: Mapping[int, bytes], left: Collection[int], seconds: float) -> None:
+        """Process the current states of the watched ranks, ``seconds`` after the previous poll.
+
+        The silence of ranks that ``left``, as processes that exit normally do, is no failure.
+        """
         for rank, last in self._last.items():
-            beat = beats.get(rank, last)
-            if beat == LEFT:
+            state = states.get(rank, last)
+            if rank in left:
                 self._silence.pop(rank, None)
-            elif beat != last and last:
+            elif state != last and last:
                 self._silence[rank] = 0.0
             elif rank in self._silence:
                 self._silence[rank] += min(seconds, self._most_seconds)
-            self._last[rank] = beat
+            self._last[rank] = state
 
     def silent(self, seconds: float) -> list[int]:
         """Ranks that have been silent for ``seconds``, among those heard at least once."""
