@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_flops
+from dilated_attention_pytorch.estimate.memory import check_extension_memory
 from dilated_attention_pytorch.machine import machine, set_threads
 from dilated_attention_pytorch.output import write_text
 
@@ -21,8 +23,6 @@ from .checkpoint import SETTINGS_NAME
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .extension_settings import ExtensionSettings
-from .flops import pretrained_flops, training_flops
-from .footprint import check_extension_memory
 from .going_back import going_back
 from .lifecycle import OpenRun, begin, check_same_corpus, find_run, read_record, take_up, train_to_the_end
 from .manifest import sealed, sums, verify_sums

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import checkpoint_bytes, largest_file
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_free_folder
 
@@ -19,7 +20,6 @@ from .autocast import multiplies_bfloat16
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .extension_settings import ExtensionSettings
 from .float8 import check_float8
-from .footprint import checkpoint_bytes, largest_file
 from .lease import LEASE_NAME
 from .run_settings import Device, Precision
 from .settings import Optimizer, TrainSettings

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import check_training_memory
 from dilated_attention_pytorch.machine import machine, package_digest, package_version, set_threads, versions
 from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
@@ -27,7 +28,6 @@ from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .float8 import convert_to_float8
-from .footprint import check_training_memory
 from .going_back import going_back
 from .lifecycle import (
     Found,

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import largest_file
 
 from .checkpoint import (
     OPTIMIZER_NAME,
@@ -31,7 +32,6 @@ from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
 from .faults import Kind, note_fault, note_resumed
 from .finite_trainer import FiniteTrainer
-from .footprint import largest_file
 from .going_back import GoBack
 from .lease import check_exists
 from .lifecycle import OpenRun
