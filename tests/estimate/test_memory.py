@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dilated_attention_pytorch import memory
 from dilated_attention_pytorch.errors import RunError
@@ -89,6 +90,16 @@ def test_processes_share_what_they_split_and_the_memory_of_their_host(monkeypatc
     check_training_memory(_settings(""), "cuda", 3)
     with pytest.raises(RunError, match=r"in each of 3 processes, and .* are free; take a smaller --batch-size"):
         check_training_memory(_settings(""), "cpu", 3)
+
+
+def test_the_check_of_a_run_takes_no_step() -> None:
+    steps: list[object] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: steps.append(optimizer))
+    try:
+        check_training_memory(_settings("context-length=77"), "cpu", 1)
+    finally:
+        hook.remove()
+    assert not steps
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is free")

@@ -74,7 +74,7 @@ class Plan(TrainSettings):
     """Attention pattern of that model, in the syntax of `dilated-attention show`."""
     hardware: str = "H100 SXM"
     """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, measured in at
-    most two minutes (products, attention, small steps of the model, copies, and sums over two processes). Measurements
+    most two minutes (products, attention, small steps of the model, and sums over two processes). Measurements
     are kept."""
     link: str = ""
     """Link between the devices; empty: the one that the data sheet names."""

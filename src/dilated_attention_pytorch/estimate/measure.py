@@ -1,6 +1,6 @@
 """Measurements of this machine for steps of one kind, and the seconds of a step that follow from them.
 
-A few small steps are measured, and products, attention, copies and communication; other steps follow by layers, rows
+A few small steps are measured, and products, attention and communication; other steps follow by layers, rows
 and pairs.
 """
 
@@ -34,7 +34,7 @@ from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .batch_rows import rows_of_batch, with_length
 from .exchange import Exchange, exchanges
-from .flops import block_matrices, pairs_of, step_work
+from .flops import pairs_of, step_work
 from .memory import footprint
 from .processes import exchange_rates, shared_step_seconds, step_seconds
 from .seconds import StepSeconds
@@ -47,7 +47,6 @@ _SECONDS_OF_A_STEP = 1.5
 """Time limit of the largest measured step, estimated from its operations."""
 _MOST_ROWS, _LONG, _LEAST_ROWS = 16384, 4096, 64
 _CALLS = 3
-_COPIED = 1 << 26
 _PROCESSES_OF_A_CORE = 4
 
 
@@ -66,7 +65,7 @@ class Here:
     """Measurements of this machine for steps of one kind of model."""
 
     sheet: DataSheet
-    """Name, free memory, and measured rates of matrix products and memory."""
+    """Name, free memory, and the measured rate of matrix products."""
     kind: str
     """ "cpu" or "cuda"."""
     steps: str
@@ -77,7 +76,7 @@ class Here:
     points: tuple[StepPoint, ...]
     """Steps with two numbers of layers, each with two numbers of rows."""
     product_rate: float
-    """Operations per second of matrix products with the model's own shapes."""
+    """Operations per second of matrix products."""
     attention: tuple[tuple[float, float], ...]
     """Seconds per row and per pair in a training step, for each pattern in the order of ``different_patterns``."""
     attention_forward: tuple[tuple[float, float], ...]
@@ -229,30 +228,6 @@ class Measurements:
         return self.values[name]
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock seconds of a call, including all that it starts on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def least_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Minimum time of a few calls after a warm-up call."""
-    call()
-    return min(seconds_of(call, device) for _ in range(_CALLS))
-
-
-def copied_bytes(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes."""
-    source = torch.ones(_COPIED // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * _COPIED / least_seconds(lambda: target.copy_(source), device)
-
-
 def _read(file: Path, hardware: Hardware) -> dict[str, list[float]]:
     try:
         record = read_record(file, _FORMAT, hardware) or {"values": {}}
@@ -275,8 +250,8 @@ def measure_here(
 ) -> Here:
     """Measure steps with a model of this shape on this machine, in two minutes at most; known measurements are reused.
 
-    Measured are matrix products of the model's own shapes, attention under its patterns at a few lengths, four small
-    steps with two of its layer counts and lengths, and copies. For a run of several processes, as many processes take
+    Measured are matrix products, attention under the model's patterns at a few lengths, and four small steps with two
+    of its layer counts and lengths. For a run of several processes, as many processes take
     the small steps, shared as the settings say (with DDP instead of DeepSpeed), and all-reduces over two processes are
     measured, too.
 
@@ -326,9 +301,6 @@ class _Probe:
         shared = max(1.0, self.num_processes * threads / cores)
         layers, texts, lengths = self._sizes(rate / shared)
         self._check_size(layers[1], lengths[1], texts)
-        copied = self.measured.get("bytes copied a second", lambda: [copied_bytes(self.device)])[0]
-        rows = texts * lengths[1] // processes_of_a_batch(self.settings)
-        own = self.measured.get(self._name(f"products {rows}"), lambda: [self._products(rows)])[0]
         longest = min(self.settings.context_length, 4 * min(lengths[1], _LONG))
         attention, forward = (
             self._attention(sorted({*lengths, longest}), is_training=is_training) for is_training in (True, False)
@@ -344,7 +316,7 @@ class _Probe:
             name="this machine",
             family=self.hardware.architecture,
             memory_bytes=self.hardware.free_bytes,
-            bytes_per_second=copied,
+            bytes_per_second=self.hardware.bytes_per_second,
             flops={self.settings.precision: rate},
             processors=self.hardware.processors,
             watts=0.0,
@@ -359,7 +331,7 @@ class _Probe:
             cores=cores,
             threads=threads,
             points=tuple(points),
-            product_rate=own,
+            product_rate=rate,
             attention=attention,
             attention_forward=forward,
             exchange=(exchange[0], exchange[1]),
@@ -459,18 +431,6 @@ class _Probe:
                 f"--hardware here takes steps of {layers} layers of the model, for which {in_bytes(needed)} of memory "
                 f"are needed, and {in_bytes(self.hardware.free_bytes)} are free; name a device with --hardware"
             )
-
-    def _products(self, rows: int) -> float:
-        """Operations per second of the products of a block and of the output matrix, in the forward pass."""
-        dtype = computing_dtype(self.settings.precision)
-        operations = seconds = 0.0
-        model = self.settings.model
-        for width, out in (*block_matrices(model), (model.embed_dim, model.vocab_size)):
-            left = torch.randn(rows, width, device=self.device).to(dtype)
-            right = torch.randn(out, width, device=self.device).to(dtype)
-            seconds += least_seconds(lambda left=left, right=right: left @ right.T, self.device)  # type: ignore[misc]
-            operations += 2.0 * rows * width * out
-        return operations / seconds
 
     def _attention(self, lengths: list[int], *, is_training: bool) -> tuple[tuple[float, float], ...]:
         """Seconds per row and per pair, for each pattern."""
