@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dilated_attention_pytorch.capacity import longest_context
-from dilated_attention_pytorch.capacity.run import computed_flops
+from dilated_attention_pytorch.estimate import longest_context
+from dilated_attention_pytorch.estimate.flops import step_work
+from dilated_attention_pytorch.estimate.memory import Footprint, footprint
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.patterns.pattern import MOST_POSITIONS
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
-from dilated_attention_pytorch.training.footprint import Footprint, footprint
 from dilated_attention_pytorch.training.preflight import check_processes
 
 from .study import Study, run
@@ -148,7 +148,7 @@ def saving(part: Part, claimed: float, model: str, tokens: int, over: str, way: 
 
 def recomputation_time(claimed: float, model: str, tokens: int) -> Finding:
     """Operations that recomputed blocks add to a step."""
-    before, after = (computed_flops(settings_of(model, way, tokens)) for way in ("mixed precision", "recomputed"))
+    before, after = (step_work(settings_of(model, way, tokens)).total for way in ("mixed precision", "recomputed"))
     more = after / before - 1
     return found(
         abs(more - claimed) <= 0.05,

@@ -28,6 +28,7 @@ from torch import Tensor
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend, from_block_mask, local_window
 from dilated_attention_pytorch.benchmarks import exactness, shapes
 from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
 
 from .study import Study, run, seconds
 
@@ -105,8 +106,8 @@ class Case:
         pairs = pairs_of(self.kind, self.rows, self.kv_heads, is_causal=self.causal)
         if self.mode == "decode":
             pairs /= self.rows
-        per_pair = shapes.FORWARD_FLOPS + (shapes.BACKWARD_FLOPS if self.mode == "forward_backward" else 0)
-        return self.heads * self.head_dim * per_pair * pairs
+        products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.mode == "forward_backward" else 0)
+        return self.heads * pairs * pair_flops(1, self.head_dim, products)
 
 
 def fitted(case: Case) -> Case | None:

@@ -6,7 +6,7 @@ LongNets of the same sizes, with shifted keys, differ in their patterns: dense i
 window of 1,024, LongNet's segments up to 8,192, these with a window, a window and dense attention in alternating
 layers, dense in windows of 8,192. All but the first are trained in stages of 1,024, 4,096 and 8,192 tokens. The seventh
 is LongNet in windows of 8,192 tokens from the start, the eighth LongNet without shifted keys. Each is trained by
-`dilated-attention train` with as many operations (:mod:`.training.flops`: matrices per token, attention per pair) as
+`dilated-attention train` with as many operations (:mod:`.estimate.flops`: matrices per token, attention per pair) as
 LongNet from the start in N steps of 8,192 tokens, and evaluated by `dilated-attention eval`.
 
 The text has distant repetition: a document is all Python source of one transformers model, file after file, at least
@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from dilated_attention_pytorch.estimate.flops import longnet_flops, training_flops
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.training import TrainSettings, train
 from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
-from dilated_attention_pytorch.training.flops import longnet_flops, training_flops
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import Stages, StageSettings

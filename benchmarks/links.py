@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
+from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.parallel.communicator import Communicator
-from dilated_attention_pytorch.parallel.costs import BACKWARD_FLOPS
-from dilated_attention_pytorch.parallel.plan import Strategy
+from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 
 ROWS, HEADS, HEAD_DIM = 3072, 8, 64
 GROUPS = ((384, 1), (3072, 4))
@@ -151,7 +151,7 @@ def compared(
     compute, measured = (statistics.median(samples[way]) for way in ("compute", "together"))
     flops = max(_planned(strategy, world, parallel.Machine()).flops)
     machine = parallel.Machine(
-        flops_per_second=(1 + BACKWARD_FLOPS) * flops / compute,
+        flops_per_second=(1 + BACKWARD_PRODUCTS / FORWARD_PRODUCTS) * flops / compute,
         bytes_per_second=bytes_per_second,
         message_seconds=message_seconds,
     )

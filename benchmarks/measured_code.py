@@ -28,15 +28,22 @@ Group = Literal[
 PACKAGE = Path(__file__).parents[1] / "src" / "dilated_attention_pytorch"
 _ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "planning", "precision.py", "tracing.py")
 _MODELS = (*_ATTENTION, "models", "nn")
-_TRAINING = (*_MODELS, "integrations", "training", "parallel", "memory.py")
-_SELECTION = ("selection", "data_sheets.py", "data_sheets.toml", "memory.py")
+_TRAINING = (*_MODELS, "integrations", "training", "parallel", "estimate", "memory.py")
+_SELECTION = (
+    "selection",
+    "estimate/attention.py",
+    "estimate/workload.py",
+    "data_sheets.py",
+    "data_sheets.toml",
+    "memory.py",
+)
 FOLDERS: dict[Group, tuple[str, ...]] = {
     "attention": _ATTENTION,
     "triton": (*_ATTENTION, "kernels/triton"),
     "models": _MODELS,
     "training": _TRAINING,
-    "planner": (*_TRAINING, *_SELECTION, "capacity"),
-    "parallel": (*_ATTENTION, "parallel"),
+    "planner": (*_TRAINING, *_SELECTION),
+    "parallel": (*_ATTENTION, "parallel", "estimate/parallel.py"),
     "selection": (*_ATTENTION, *_SELECTION),
     "slides": (*_MODELS, "integrations", "slides", "memory.py", "training/autocast.py"),
     "transformers": (*_MODELS, "integrations"),

@@ -3,17 +3,17 @@
     python -m benchmarks.planner [--tiny] [--cases N] [--decoding N] [--again | --replan] [--output FILE]
 
 A case is a LongNet, an optimizer, a precision, recomputation or not, and one process, or two to four that share rows of
-text, weights or sequences. The peak memory of a process is planned (`capacity.plan_run`). Then a separate program
+text, weights or sequences. The peak memory of a process is planned (`estimate.plan_run`). Then a separate program
 takes three steps and reads its peak memory from Linux, above the level after two steps of the model's first layer
 alone, which load the libraries and compile their products. glibc is set to return large blocks when they are freed,
 which takes time: seconds are therefore measured by a second program without that. They are compared with the prediction
-from measurements of this machine (`capacity.measure_here`), taken by a separate program just before.
+from measurements of this machine (`estimate.measure_here`), taken by a separate program just before.
 
 Bytes sent by the processes are counted in the first step, as the sum over rows and operands of collectives, and
 compared with the planned bytes.
 
 A decoding case is a LongNet, a pattern of groups or of windows, a prompt, a chunk size and new tokens. Bytes of the
-cache and peak memory are planned by `capacity.generation_footprint` and measured in a program in which glibc writes
+cache and peak memory are planned by `estimate.generation_footprint` and measured in a program in which glibc writes
 into all memory that it allocates, because a cache has slots that nothing has been written into yet.
 
 The same command continues after the cases in the file, each of which names its machine; --again starts from scratch.
@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.capacity import Device, Generation, Here, generation_footprint, plan_run
-from dilated_attention_pytorch.capacity.exchanged import exchanges
-from dilated_attention_pytorch.capacity.generation import cache_bytes
-from dilated_attention_pytorch.capacity.here import StepPoint
 from dilated_attention_pytorch.data_sheets import DataSheet
+from dilated_attention_pytorch.estimate import Device, Generation, Here, generation_footprint, plan_run
+from dilated_attention_pytorch.estimate.exchange import exchanges
+from dilated_attention_pytorch.estimate.generation import cache_bytes
+from dilated_attention_pytorch.estimate.measure import StepPoint
 from dilated_attention_pytorch.training import TrainSettings
 
 from .measured_code import is_stale

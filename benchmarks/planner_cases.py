@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.capacity import Generation, Here, generation_footprint, measure_here
+from dilated_attention_pytorch.estimate import Generation, Here, generation_footprint, measure_here
+from dilated_attention_pytorch.estimate.memory import footprint
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.autocast import autocast
-from dilated_attention_pytorch.training.footprint import least_footprint
 
 from .sent_bytes import SentBytes, count_sent_bytes
 
@@ -74,7 +74,7 @@ def draw(number: int) -> tuple[TrainSettings, int]:
             **spread,
             optimizer=choose.choice(["adamw", "muon", "adamw-bf16"]),
         )
-        if LEAST_BYTES < least_footprint(settings, processes).total < MOST_BYTES:
+        if LEAST_BYTES < footprint(settings, processes).total < MOST_BYTES:
             return settings, processes
         attempt += 1
 

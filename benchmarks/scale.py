@@ -29,7 +29,7 @@ from dilated_attention_pytorch import Pattern, local_window, parallel
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.parallel import ring
 from dilated_attention_pytorch.parallel.communicator import communicator_of
-from dilated_attention_pytorch.parallel.costs import BACKWARD_FLOPS
+from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from dilated_attention_pytorch.planning import rounds as planned_rounds
 from dilated_attention_pytorch.planning.layout import Shards
 from dilated_attention_pytorch.planning.shards import ShardedCall
@@ -72,7 +72,7 @@ def plan_once(world: int) -> dict[str, Any]:
                 "messages": e.messages,
                 "backward_messages": e.backward_messages,
                 "seconds": e.seconds,
-                "compute_seconds": (1 + BACKWARD_FLOPS) * max(e.flops) / machine.flops_per_second,
+                "compute_seconds": (1 + BACKWARD_PRODUCTS / FORWARD_PRODUCTS) * max(e.flops) / machine.flops_per_second,
                 "flops": max(e.flops),
                 "imbalance": e.imbalance,
                 "dense_ring_bytes": e.dense_ring_bytes,

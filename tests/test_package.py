@@ -27,7 +27,18 @@ ALLOWED = {
         name: {*ORDER[:index], "installation", "folders", "legacy", "precision", "tracing"}
         for index, name in enumerate(ORDER)
     },
-    "selection": {"patterns", "planning", "ops", "data_sheets", "machine", "memory", "errors", "folders", "output"},
+    "selection": {
+        "patterns",
+        "planning",
+        "ops",
+        "estimate",
+        "data_sheets",
+        "machine",
+        "memory",
+        "errors",
+        "folders",
+        "output",
+    },
     "nn": {*ORDER, "legacy", "precision", "selection", "tracing"},
     "models": {*ORDER, "nn", "installation", "legacy"},
     "slides": {"errors", "machine", "memory", "models", "output", "training"},
@@ -45,7 +56,7 @@ ALLOWED = {
     "terminal": set(),
     "parent": {"interrupt"},
     "waiting": {"interrupt"},
-    "parallel": {*ORDER, "legacy", "nn", "precision", "selection"},
+    "parallel": {*ORDER, "estimate", "legacy", "nn", "precision", "selection"},
     "integrations": {*ORDER, "nn", "models", "installation", "precision", "tracing"},
     "training": {
         *ORDER,
@@ -54,6 +65,7 @@ ALLOWED = {
         "models",
         "parallel",
         "integrations",
+        "estimate",
         "errors",
         "folders",
         "installation",
@@ -76,28 +88,28 @@ ALLOWED = {
         "slides",
         "training",
         "benchmarks",
-        "capacity",
+        "estimate",
         "data_sheets",
         "interrupt",
         "terminal",
         "waiting",
     },
-    "capacity": {
+    "estimate": {
         *ORDER,
         "chart_page",
         "data_sheets",
         "errors",
         "folders",
         "integrations",
-        "legacy",
-        "machine",
         "memory",
         "models",
-        "output",
-        "parallel",
         "selection",
         "training",
     },
+    # Estimates of a single call, which attention over ranks and the selection of segments read.
+    "estimate/attention": {*ORDER},
+    "estimate/parallel": {*ORDER},
+    "estimate/workload": {"patterns"},
     "legacy": set(),
     # What the table names is imported on first use.
     "legacy/attention": {"nn", "parallel"},
@@ -114,15 +126,15 @@ PUBLIC = {
         "per_head", "random_blocks", "register", "replace_attention", "strided_blocks",
     },
     "benchmarks": set(),
-    "capacity": {
-        "Change", "Device", "Generation", "Here", "LargestModel", "MemoryPlan", "Mesh", "RunPlan",
-        "changes_that_help", "fewest_processes", "generation_footprint", "largest_model", "longest_context",
-        "measure_here", "meshes", "plan_generation", "plan_run",
-    },
     "cli": {"main"},
     "core": {
         "create_adaptive_sparse_attention", "create_block_sparse_attention", "create_dilated_attention",
         "create_multihead_dilated_attention", "create_ring_attention",
+    },
+    "estimate": {
+        "Change", "Device", "Footprint", "Generation", "Here", "LargestModel", "MemoryPlan", "Mesh", "RunPlan",
+        "changes_that_help", "evaluation_footprint", "fewest_processes", "footprint", "generation_footprint",
+        "largest_model", "longest_context", "measure_here", "meshes", "plan_generation", "plan_run",
     },
     "integrations": {
         "AdoptedDilatedAttention", "BoundedCache", "LeftLayer", "MultiheadReplacement", "QkvReplacement",
@@ -230,6 +242,27 @@ def test_imports_point_one_way() -> None:
         allowed = ALLOWED.get(path.as_posix(), ALLOWED[part]) | {part}
         parts = imported_parts(file) & set(ALLOWED)
         assert parts <= allowed, f"{file} imports {parts - allowed}"
+
+
+def modules_imported(file: Path, part: str) -> set[str]:
+    """Modules of another part that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+            name, _, module = node.module.removeprefix("dilated_attention_pytorch.").partition(".")
+            found |= {module} if name == part else set()
+    return found
+
+
+def test_estimates_read_settings_of_runs_and_calls_read_estimates_of_calls_alone() -> None:
+    """Between these rooms imports go both ways, and between their modules one way."""
+    for part in ("selection", "parallel"):
+        for file in (PACKAGE / part).glob("*.py"):
+            assert modules_imported(file, "estimate") <= {"attention", "parallel", "workload"}, file
+    settings = {"autocast", "extension_settings", "measures", "preflight", "pretrained", "run_settings", "settings"}
+    step = {"distribution", "optimizer", "stages"}
+    for file in (PACKAGE / "estimate").glob("*.py"):
+        assert modules_imported(file, "training") <= settings | step, file
 
 
 IMPORT = """

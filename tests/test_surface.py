@@ -20,8 +20,8 @@ from dilated_attention_pytorch.cli.command import COMMANDS
 LIST = Path(__file__).with_name("surface.txt")
 ROOMS = (
     "",
-    "capacity",
     "core",
+    "estimate",
     "integrations",
     "models",
     "nn",

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM, generate
 from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.models.generation import read_prompt
 from dilated_attention_pytorch.parallel import RankFailure, count_traffic
 from dilated_attention_pytorch.parallel.generation import RankShare
-from dilated_attention_pytorch.parallel.plan import Strategy
 from dilated_attention_pytorch.planning.layout import Layout
 
 SIZES: dict[str, Any] = {

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from dilated_attention_pytorch.estimate.attention import peak_bytes
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
-from dilated_attention_pytorch.selection.cost import features, nominal_rates, peak_bytes, weighted
+from dilated_attention_pytorch.selection.cost import features, nominal_rates, weighted
 from dilated_attention_pytorch.selection.selector import candidates
 
 GIB = 1 << 30
@@ -76,7 +77,8 @@ def budgets(draw: st.DrawFn, *, longest: int = 1 << 21) -> tuple[Workload, Segme
     config = replace(draw(configs()), is_training=workload.is_training)
     hardware = Hardware.of_architecture(draw(st.sampled_from(ARCHITECTURES)), free_bytes=0)
     patterns = candidates(config, workload, hardware.tile_rows)
-    bytes_of = sorted(peak_bytes(pattern, workload, hardware).total for pattern in patterns)
+    threads = hardware.processors if hardware.kind == "cpu" else None
+    bytes_of = sorted(peak_bytes(pattern, workload, threads=threads).total for pattern in patterns)
     rates = nominal_rates(workload, hardware)
     seconds = sorted(weighted(rates, features(pattern, workload)) for pattern in patterns)
     place = draw(st.integers(0, len(patterns) - 1))

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend
+from dilated_attention_pytorch.estimate.attention import peak_bytes, tile_elements
 from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.tiles import tiles_of
 from dilated_attention_pytorch.planning.plan import CallShape, plan
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
-from dilated_attention_pytorch.selection.cost import FEATURES, features, nominal_rates, peak_bytes, tile_elements
+from dilated_attention_pytorch.selection.cost import FEATURES, features, nominal_rates
 from dilated_attention_pytorch.selection.selector import candidates, coverage, diversity
 from selection.cases import GIB, workload, workloads
 from support.drawn import examples
@@ -112,17 +113,16 @@ def test_the_formula_is_operations_and_bytes_at_the_data_sheet_s_rates() -> None
 
 
 def test_counted_bytes_hold_operands_and_results_and_grow_with_what_is_asked_for() -> None:
-    hardware = Hardware.of_architecture("CPU", free_bytes=GIB)
     shape = workload(num_kv_heads=2, is_training=False, dtype=torch.bfloat16)
     pattern = DilatedPattern([512, 4096], [1, 8])
     query, key = 4096 * 8 * 64 * 2, 4096 * 2 * 64 * 2
-    forward = peak_bytes(pattern, shape, hardware)
+    forward = peak_bytes(pattern, shape, threads=8)
     assert forward.operands == query + 2 * key
     assert forward.results == query + 4096 * 8 * 4
     totals = [forward.total]
     for more in ({"is_training": True}, {"is_padded": True}, {"has_dropout": True}, {"batch_size": 2}):
         shape = dataclasses.replace(shape, **more)
-        totals.append(peak_bytes(pattern, shape, hardware).total)
+        totals.append(peak_bytes(pattern, shape, threads=8).total)
     assert totals == sorted(set(totals))
 
 

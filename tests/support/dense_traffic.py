@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.parallel.heads import Heads
 from dilated_attention_pytorch.planning import rounds
 from dilated_attention_pytorch.planning.exchange import exchange
+from dilated_attention_pytorch.planning.heads import Heads
 from dilated_attention_pytorch.planning.layout import Layout, Shards
 from dilated_attention_pytorch.planning.shards import ShardedCall, gather_groups
 from support.drawn import DrawnCall

@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.estimate.memory import footprint
 from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.training import RunError, TrainSettings, train
 from dilated_attention_pytorch.training.diagnosis import diagnose
 from dilated_attention_pytorch.training.faults import note_fault
-from dilated_attention_pytorch.training.footprint import footprint
-from dilated_attention_pytorch.training.profiled_step import measure_step, profile_run
+from dilated_attention_pytorch.training.profiled_step import profile_run
 from training.broken_runs import break_at
 from training.runs import change_sealed, quiet, tiny_settings, write_texts
 
@@ -125,9 +124,3 @@ def test_runs_whose_steps_one_process_cannot_take_are_not_profiled(world: Path, 
         with pytest.raises(RunError, match=sentence):
             profile_run(run, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_the_parts_of_a_step_are_timed(world: Path) -> None:
-    tokens = torch.randint(256, (2, 256))
-    cost = measure_step(_settings(world / "texts"), {"input_ids": tokens, "labels": tokens}, "cpu")
-    assert min(cost) > 0

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch import DilatedPattern, LongNetConfig, LongNetLM, local_window
+from dilated_attention_pytorch.estimate.flops import longnet_flops, pretrained_flops, training_flops
 from dilated_attention_pytorch.integrations import set_pattern
 from dilated_attention_pytorch.training import resume, train
 from dilated_attention_pytorch.training.callbacks import Metrics, read_metrics
 from dilated_attention_pytorch.training.faults import cost_of_faults, note_fault
-from dilated_attention_pytorch.training.flops import longnet_flops, pretrained_flops, training_flops
 from dilated_attention_pytorch.training.measures import Work, matrix_product_rate, peak_memory
 from dilated_attention_pytorch.training.stages import Stages
 from training.runs import quiet, stopped_run, tiny_settings, write_texts

@@ -10,10 +10,11 @@ import torch
 from transformers import get_scheduler
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.training import parallel_choice, preflight
+from dilated_attention_pytorch.estimate import parallel_choice
+from dilated_attention_pytorch.estimate.memory import Footprint
+from dilated_attention_pytorch.estimate.parallel_choice import choose_parallel
+from dilated_attention_pytorch.training import preflight
 from dilated_attention_pytorch.training.arguments import arguments
-from dilated_attention_pytorch.training.footprint import Footprint
-from dilated_attention_pytorch.training.parallel_choice import choose_parallel
 from training.spread_runs import small_settings
 
 
@@ -45,7 +46,7 @@ def test_the_first_way_that_fits_is_taken_and_the_others_are_named(monkeypatch: 
     # Less with every way, whatever a step of these settings takes.
     sizes = {way: Footprint(1000 - 100 * place, 0, 0, 0) for place, way in enumerate(ways)}
     monkeypatch.setattr(
-        parallel_choice, "least_footprint", lambda way, processes: sizes[way.context_parallel, way.data_parallel]
+        parallel_choice, "footprint", lambda way, processes: sizes[way.context_parallel, way.data_parallel]
     )
     needed = [int(1.25 * size.total) for size in sizes.values()]
     for place, (context, data) in enumerate(ways):

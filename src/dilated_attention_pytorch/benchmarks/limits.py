@@ -13,9 +13,10 @@ import torch
 from dilated_attention_pytorch.kernels.select import refusal
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns.flops import pair_flops
 
 from .clock import Clock
-from .shapes import FORWARD_FLOPS, Case, Computes
+from .shapes import Case, Computes
 
 if TYPE_CHECKING:
     from .results import Row
@@ -62,7 +63,7 @@ class Probe:
         self._products: list[tuple[int, Callable[[], object]]] = [(2 * size**3, lambda: torch.mm(a, b))]
         if clock.device.type == "cpu":
             x, pattern = draw(1, rows, _HEADS, _HEAD_DIM), DilatedPattern([rows], [1])
-            heads, flops = x.transpose(1, 2), FORWARD_FLOPS * _HEADS * _HEAD_DIM * rows**2
+            heads, flops = x.transpose(1, 2), pair_flops(_HEADS * rows**2, _HEAD_DIM)
             self._products.append(
                 (flops, lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads))
             )

@@ -11,16 +11,12 @@ from torch import Tensor
 
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, from_block_mask
 from dilated_attention_pytorch.patterns.dilated import OffsetRule
+from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
 from dilated_attention_pytorch.planning.plan import CallShape, plan
 
 Mode = Literal["forward", "forward_backward", "decode"]
 Computes = Literal["pattern", "dense"]
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
-
-FORWARD_FLOPS = 4
-"""Operations per query-key pair and head element: two matrix products."""
-BACKWARD_FLOPS = 10
-"""The same for the backward pass: five matrix products, including the recomputation of the scores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +121,8 @@ class Case:
 
     def flops(self, computes: Computes) -> int:
         """Floating-point operations of the call, without the softmax."""
-        per_pair = FORWARD_FLOPS + (BACKWARD_FLOPS if self.mode == "forward_backward" else 0)
-        return per_pair * self.head_dim * self.num_pairs(computes)
+        products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.mode == "forward_backward" else 0)
+        return pair_flops(self.num_pairs(computes), self.head_dim, products)
 
     def least_bytes(self, computes: Computes) -> int:
         """Unavoidable traffic in bytes: every operand read once, every result written once.

@@ -30,9 +30,9 @@ from .plan_words import (
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.capacity import Device, Generation, MemoryPlan, RunPlan
-    from dilated_attention_pytorch.capacity.pretrained import PretrainedRun
-    from dilated_attention_pytorch.capacity.run import Purpose
+    from dilated_attention_pytorch.estimate import Device, Generation, MemoryPlan, RunPlan
+    from dilated_attention_pytorch.estimate.pretrained import PretrainedRun
+    from dilated_attention_pytorch.estimate.run import Purpose
 
 _HERE = "here"
 _OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
@@ -74,7 +74,7 @@ class Plan(TrainSettings):
     """Attention pattern of that model, in the syntax of `dilated-attention show`."""
     hardware: str = "H100 SXM"
     """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, measured in at
-    most two minutes (products, attention, small steps of the model, copies, and sums over two processes). Measurements
+    most two minutes (products, attention, small steps of the model, and sums over two processes). Measurements
     are kept."""
     link: str = ""
     """Link between the devices; empty: the one that the data sheet names."""
@@ -153,7 +153,7 @@ class Plan(TrainSettings):
             raise RunError(f"--prompt must be at least 1, got {self.prompt}; or 0 for --context-length")
 
     def _generation(self) -> Generation | None:
-        from dilated_attention_pytorch.capacity import Generation
+        from dilated_attention_pytorch.estimate import Generation
 
         if self.purpose != "generation":
             return None
@@ -168,8 +168,8 @@ class Plan(TrainSettings):
 
     def _device(self) -> Device:
         """The device from its data sheet."""
-        from dilated_attention_pytorch.capacity import Device
         from dilated_attention_pytorch.data_sheets import link_of, sheet_of
+        from dilated_attention_pytorch.estimate import Device
 
         try:
             sheet = sheet_of(self.hardware)
@@ -183,7 +183,7 @@ class Plan(TrainSettings):
 
     def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
         """This machine's measured rates, and the settings with the precision it computes in."""
-        from dilated_attention_pytorch.capacity import Device, measure_here
+        from dilated_attention_pytorch.estimate import Device, measure_here
         from dilated_attention_pytorch.machine import set_threads
         from dilated_attention_pytorch.training import preflight
 
@@ -210,7 +210,7 @@ class Plan(TrainSettings):
         return settings, Device(sheet=found.sheet, here=found, price_per_hour=self.price_per_hour or None)
 
     def _plan_longnet(self) -> None:
-        from dilated_attention_pytorch.capacity import plan_generation, plan_run
+        from dilated_attention_pytorch.estimate import plan_generation, plan_run
         from dilated_attention_pytorch.training.data.run_data import read_tokenizer
 
         settings = settings_of(self)
@@ -232,31 +232,31 @@ class Plan(TrainSettings):
 
     def _solve(self, settings: TrainSettings, device: Device, plan: RunPlan) -> dict[str, Any]:
         """Answer the inverse questions that were asked: print the answers, and return them as JSON values."""
-        from dilated_attention_pytorch import capacity
+        from dilated_attention_pytorch import estimate
         from dilated_attention_pytorch.terminal import plain_console
 
         say, solved = functools.partial(plain_console().print, soft_wrap=True), dict[str, Any]()
         if self.longest:
-            longest = capacity.longest_context(settings, self.processes, device.sheet.memory_bytes)
+            longest = estimate.longest_context(settings, self.processes, device.sheet.memory_bytes)
             solved["longest_context_length"] = longest
             say(f"the longest text that fits: {longest:,} tokens")
         if self.fewest:
-            found = capacity.fewest_processes(settings, device)
+            found = estimate.fewest_processes(settings, device)
             solved["fewest_processes"] = None if found is None else mesh_values(found)
             words = "none of those that were tried" if found is None else mesh_in_words(found)
             say(f"the fewest devices on which it fits: {words}")
         if self.mesh:
-            best = capacity.meshes(settings, self.processes, device)[:5]
+            best = estimate.meshes(settings, self.processes, device)[:5]
             solved["meshes"] = [mesh_values(mesh) for mesh in best]
             say("the best meshes, those that fit first:")
             for mesh in best:
                 say(f"  {mesh_in_words(mesh)}")
         if self.largest:
-            largest = capacity.largest_model(settings, self.processes, device)
+            largest = estimate.largest_model(settings, self.processes, device)
             solved["largest_model"] = None if largest is None else largest.model.to_dict()
             say("the largest model of this shape that fits: " + model_in_words(largest))
         if self.changes:
-            helping = capacity.changes_that_help(settings, self.processes, device, plan)
+            helping = estimate.changes_that_help(settings, self.processes, device, plan)
             solved["changes"] = [
                 {"change": one.words, "bytes": one.bytes, "speed": one.speed, "fits": one.plan.fits} for one in helping
             ]
@@ -266,7 +266,7 @@ class Plan(TrainSettings):
         return solved
 
     def _plan_pretrained(self, path: Path) -> None:
-        from dilated_attention_pytorch.capacity.pretrained import plan_pretrained, plan_pretrained_generation
+        from dilated_attention_pytorch.estimate.pretrained import plan_pretrained, plan_pretrained_generation
 
         if self.hardware.strip().lower() == _HERE:
             raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device beside --model")
@@ -314,7 +314,7 @@ class Plan(TrainSettings):
             )
 
     def _pretrained_run(self, path: Path, device: Device) -> PretrainedRun:
-        from dilated_attention_pytorch.capacity.pretrained import PretrainedRun, read_config
+        from dilated_attention_pytorch.estimate.pretrained import PretrainedRun, read_config
         from dilated_attention_pytorch.patterns import pattern_from_expression
 
         if not self.pattern:
@@ -344,8 +344,8 @@ class Plan(TrainSettings):
         solved: dict[str, Any],
         trained: TrainSettings | None,
     ) -> None:
-        from dilated_attention_pytorch.capacity import RunPlan
-        from dilated_attention_pytorch.capacity.page import page, pictures_of
+        from dilated_attention_pytorch.estimate import RunPlan
+        from dilated_attention_pytorch.estimate.page import page, pictures_of
         from dilated_attention_pytorch.output import write_text
 
         pictures = None

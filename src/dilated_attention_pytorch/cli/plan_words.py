@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dilated_attention_pytorch.memory import in_bytes
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.capacity import Device, LargestModel, MemoryPlan, Mesh
+    from dilated_attention_pytorch.estimate import Device, LargestModel, MemoryPlan, Mesh
 
 _UNITS = {"training": "a step", "forward": "a forward pass", "generation": "the generation"}
 MEASURED_SPEED = "time `dilated-attention generate` on a run folder, or models.generate on a model of this shape"
@@ -24,8 +24,8 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
     """Print the plan: tables of memory and, except for a generation, of seconds, and sentences."""
     from rich.table import Table
 
-    from dilated_attention_pytorch.capacity import RunPlan
-    from dilated_attention_pytorch.capacity.page import PARTS, SECONDS
+    from dilated_attention_pytorch.estimate import RunPlan
+    from dilated_attention_pytorch.estimate.page import PARTS, SECONDS
     from dilated_attention_pytorch.terminal import plain_console
 
     console = plain_console()
@@ -53,8 +53,8 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
 
 def sentences(plan: MemoryPlan) -> Iterator[str]:
     """Sentences about what follows from the tables."""
-    from dilated_attention_pytorch.capacity import RunPlan
-    from dilated_attention_pytorch.capacity.page import SECONDS
+    from dilated_attention_pytorch.estimate import RunPlan
+    from dilated_attention_pytorch.estimate.page import SECONDS
 
     left = plan.memory_bytes - plan.footprint.total
     yield f"fits, with {in_bytes(left)} left" if plan.fits else f"does not fit: {in_bytes(-left)} are missing"

@@ -6,10 +6,6 @@ namespace {
 
 constexpr int64_t kRowsOfTile = 64;
 constexpr int64_t kKeysOfBlock = 128;
-constexpr int64_t kAlignment = 16;
-// Query rows that are packed at a time, per thread. If keys are split into shares, all threads share the packed rows,
-// and there are enough of them for four times as many rows of gradients per thread.
-constexpr int64_t kRowsOfChunk = 4096;
 constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a separate thread
 
 // Gradients of one partial under the merged output O and log-sum-exp L: with P = exp(s - L) and

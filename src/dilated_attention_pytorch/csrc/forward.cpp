@@ -8,10 +8,7 @@ namespace dilated_attention {
 namespace {
 
 constexpr int64_t kRowsOfStrip = 64;  // rows of a tile at the edge of a band, where each strip has its own keys
-constexpr int64_t kKeysOfBlock = 256;
-constexpr int64_t kAlignment = 16;  // of the first key and the number of keys of a product
 constexpr float kRoundedScore = 1024.0f;
-constexpr int64_t kPackedBytes = int64_t{1} << 24;
 
 // One online softmax over the keys that a tile of queries sees; its result is merged with those of other partials.
 template <class T>
@@ -26,7 +23,7 @@ class Forward {
       : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
         results_(x, partial, masks),
         factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
-        keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kKeysOfBlock)),
+        keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kPackedKeys)),
         positions_(std::min(std::max<int64_t>(1, kRowsOfTile / partial.ratio), longest_problem(partial))),
         tiles_(tiles_of(partial, positions_)), strip_(positions_of_strip(partial.ratio)) {}
 

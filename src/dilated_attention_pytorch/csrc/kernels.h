@@ -9,6 +9,14 @@ namespace dilated_attention {
 
 // Number of keys that the forward pass packs at a time; queries that see more are merged window by window.
 constexpr int64_t kKeysOfWindow = 8192;
+// Keys of a block of packed keys, and the bytes of the packed keys and values of all domains together.
+constexpr int64_t kPackedKeys = 256;
+constexpr int64_t kPackedBytes = int64_t{1} << 24;
+// The first key and the number of keys of a product are multiples of this, and in the backward pass its rows too.
+constexpr int64_t kAlignment = 16;
+// Query rows that the backward pass packs at a time, per thread. If keys are split into shares, all threads share the
+// packed rows, and there are enough of them for four times as many rows of gradients per thread.
+constexpr int64_t kRowsOfChunk = 4096;
 // Largest number of query rows of a domain for which nothing is packed.
 constexpr int64_t kRowsOfStream = 16;
 

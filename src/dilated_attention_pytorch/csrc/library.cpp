@@ -111,6 +111,9 @@ void attend_backward(
        of_keys});
 }
 
+// For estimates of memory (`kernels/native.py`).
+std::vector<int64_t> sizes() { return {kKeysOfWindow, kPackedKeys, kPackedBytes, kAlignment, kRowsOfChunk}; }
+
 }  // namespace
 }  // namespace dilated_attention
 
@@ -120,6 +123,7 @@ void attend_backward(
   "Tensor? gates=None"
 
 TORCH_LIBRARY(dilated_attention_native, m) {
+  m.def("sizes", &dilated_attention::sizes);
   m.def("attend(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " PARTIAL ") -> ()");
   m.def(
       "attend_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_lse, "

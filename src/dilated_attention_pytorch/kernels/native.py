@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dilated_attention_pytorch.planning.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.planning.gathered import Gathered
@@ -43,6 +44,32 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     """
     multiplies = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
     return dtype if dtype == torch.bfloat16 and multiplies else torch.float32
+
+
+class Sizes(NamedTuple):
+    """Sizes of the kernels' buffers, from ``csrc/kernels.h``."""
+
+    keys_of_window: int
+    """Keys of a window, which are packed together."""
+    packed_keys: int
+    """Keys of a block of packed keys."""
+    packed_bytes: int
+    """Bytes of packed keys and values, unless one window of a domain has more."""
+    alignment: int
+    """The number of keys of a block is a multiple of this."""
+    rows_of_chunk: int
+    """Query rows that each thread packs in the backward pass."""
+
+
+def sizes() -> Sizes:
+    """The sizes that the compiled library was built with.
+
+    Raises:
+        BuildError: the library cannot be compiled or loaded.
+    """
+    load()
+    with _disable_current_modes():  # fake tensors have no part in it
+        return Sizes(*torch.ops.dilated_attention_native.sizes())
 
 
 def largest_gate(log_gates: Tensor | None) -> float:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention_pytorch.kernels.partial import TRITON, Kernel
 from dilated_attention_pytorch.patterns import pattern_from_spec
+from dilated_attention_pytorch.patterns.flops import pair_flops
 
 from .call import Call, Implementation
 from .derivatives import attend_call, needs_dispatcher, refuse_tangents
@@ -164,4 +165,4 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
     """Two matrix products over the pairs of the last valid query position; the actual position is on the device."""
     call = _call(*operands)
-    return 4 * call.query.shape[-1] * num_pairs(call._replace(query_offset=call.last_start))
+    return pair_flops(num_pairs(call._replace(query_offset=call.last_start)), call.query.shape[-1])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention_pytorch.patterns import pattern_from_spec
+from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, pair_flops
 
 from . import run
 from .call import SCHEMA, Call
@@ -102,14 +103,14 @@ attend.register_autograd(saved_gradients, setup_context=_save)
 def _attend_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """Two matrix products over exactly the pairs of the pattern: 4 D operations per pair."""
     call = call_of(*arguments)
-    return 4 * call.query.shape[-1] * num_pairs(call)
+    return pair_flops(num_pairs(call), call.query.shape[-1])
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_backward, get_raw=True)
 def _attend_backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """Five matrix products, including the recomputation of the scores, as PyTorch counts its own attention."""
     call = call_of(*arguments[4:])
-    return 10 * call.query.shape[-1] * num_pairs(call)
+    return pair_flops(num_pairs(call), call.query.shape[-1], BACKWARD_PRODUCTS)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_sum, get_raw=True)
@@ -118,4 +119,4 @@ def _weighted_sum_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     (_, values, factors, _), call = arguments[:4], call_of(*arguments[4:])
     lefts = [left for left in factors[::3] if left is not None]
     columns = call.query.shape[-1] + sum(x.shape[-1] for x in (values, *lefts) if x is not None)
-    return 2 * columns * num_pairs(call)
+    return pair_flops(num_pairs(call), columns, products=1)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dilated_attention_pytorch.estimate.parallel import Estimate, Machine, ParallelPlan, plan_parallel
 from dilated_attention_pytorch.legacy import look_up
 
 from .attend import attend, attend_with_lse
@@ -16,7 +17,6 @@ from .modules import (
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
-from .plan import Estimate, Machine, ParallelPlan, plan_parallel
 from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
 from .traffic import Traffic, count_traffic

@@ -8,15 +8,14 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.estimate.parallel import Shape, Strategy, cheapest
 from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.planning.heads import Heads
 from dilated_attention_pytorch.planning.layout import Layout
 from dilated_attention_pytorch.planning.shards import ShardedCall
 
-from .costs import Shape
-from .heads import Heads
-from .plan import Strategy, cheapest
 from .sharding import Ranks, check_layout, num_rows_of
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
@@ -14,14 +15,14 @@ from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.run import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.planning.heads import Heads
 from dilated_attention_pytorch.planning.layout import Layout, Shards, with_rows
 from dilated_attention_pytorch.planning.shards import ShardedCall
 from dilated_attention_pytorch.precision import cast_by_autocast
 
 from .agreement import Agreed, Keywords, agree
 from .first_derivative import refuse_other_derivatives
-from .heads import Heads, Route, RowRanges, ToHeads, ToRows, to_heads
-from .plan import Strategy
+from .heads import Route, RowRanges, ToHeads, ToRows, to_heads
 from .sequence import SequenceAttention, Task
 from .sharding import Ranks, ranks_of
 from .slab import Options

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.ops import AttentionOutput, merge
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.planning.layout import Layout, shard_runs
@@ -17,7 +18,6 @@ from .agreement import check_strategy
 from .attend import attend
 from .communicator import communicator_of
 from .failure import RankFailure
-from .plan import Strategy
 from .sharding import check_layout, positions, shard
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier with well-mixed bits: 2**64 / golden ratio

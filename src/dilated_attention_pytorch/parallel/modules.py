@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.ops.validation import check_size
@@ -16,7 +17,6 @@ from dilated_attention_pytorch.planning.layout import Layout
 from .agreement import check_strategy
 from .attend import attend
 from .communicator import whole_world
-from .plan import Strategy
 from .sharding import check_layout
 
 # Keywords that an __init__ below does not name are passed on to that of DilatedAttention, which rejects unknown ones.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
 from .reach import MOST_POSITIONS as MOST_IN_REACH
 from .reach import Reach, reach
 
@@ -167,7 +168,8 @@ class Pattern(ABC):
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads: got {kv_heads} of {num_heads} heads")
         pairs = self.num_pairs(sequence_length, num_kv_heads=kv_heads, is_causal=is_causal)
-        return pairs * (num_heads // kv_heads) * batch_size * head_dim * (14 if is_training else 4)
+        pairs *= num_heads // kv_heads * batch_size
+        return pair_flops(pairs, head_dim, FORWARD_PRODUCTS + is_training * BACKWARD_PRODUCTS)
 
     def density(self, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False) -> float:
         """Fraction of dense attention's pairs that the pattern computes: ``sum c / (G N^2)``.

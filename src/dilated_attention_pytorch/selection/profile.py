@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.workload import Workload
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.machine import package_version
 from dilated_attention_pytorch.output import write_text
 
 from .cost import FEATURES
 from .hardware import Hardware
-from .workload import Workload
 
 _FORMAT = "dilated-attention-pytorch profile 2"
 _REMEDY = "run `dilated-attention tune` to measure this machine"

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention_pytorch.estimate.attention import Bytes, peak_bytes
+from dilated_attention_pytorch.estimate.workload import Workload
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
 from .config import SegmentSelectionConfig
-from .cost import FEATURES, Bytes, features, nominal_rates, peak_bytes, weighted
+from .cost import FEATURES, features, nominal_rates, weighted
 from .hardware import Hardware, read_hardware
 from .profile import Profile, load_profile
-from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def estimate(
     return Estimate(
         pattern,
         int(counts[FEATURES.index("operations")]),
-        peak_bytes(pattern, workload, hardware),
+        peak_bytes(pattern, workload, threads=hardware.processors if hardware.kind == "cpu" else None),
         weighted(nominal_rates(workload, hardware) if rates is None else rates.seconds, counts),
         coverage(pattern, workload),
         diversity(pattern, workload, config),

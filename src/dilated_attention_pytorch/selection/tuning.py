@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.workload import Workload
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
@@ -22,7 +23,6 @@ from .cost import features, nominal_rates, weighted
 from .hardware import Hardware
 from .profile import Accuracy, Profile, Rates, read_record, write_record
 from .selector import candidates
-from .workload import Workload
 
 _FORMAT = "dilated-attention-pytorch tuning 1"
 _SHAPES: tuple[tuple[int, int, int, int, int, bool], ...] = (

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from dilated_attention_pytorch.estimate.memory import footprint
 from dilated_attention_pytorch.memory import in_bytes
 
 from .callbacks import read_metrics
 from .checkpoint import WEIGHTS_NAME
 from .faults import cost_of_faults, read_faults
-from .footprint import footprint
 from .outcome import recorded_run
 from .stragglers import stragglers
 

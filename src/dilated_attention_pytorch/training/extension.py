@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_flops
 from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.output import write_text
 
@@ -21,7 +22,6 @@ from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .data.sources import in_words
 from .extension_settings import ExtensionSettings
-from .flops import pretrained_flops, training_flops
 from .lifecycle import OpenRun, begin, check_same_corpus, find_run, open_for_resume, read_record, train_to_the_end
 from .manifest import sealed, sums, verify_sums
 from .measures import Work

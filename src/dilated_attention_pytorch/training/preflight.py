@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import (
+    check_extension_memory,
+    check_training_memory,
+    checkpoint_bytes,
+    largest_file,
+)
 from dilated_attention_pytorch.machine import require, set_threads
 from dilated_attention_pytorch.output import check_free_folder
 
@@ -23,7 +29,6 @@ from .autocast import multiplies_bfloat16
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
 from .extension_settings import ExtensionSettings
 from .float8 import check_float8
-from .footprint import check_extension_memory, check_training_memory, checkpoint_bytes, largest_file
 from .lease import LEASE_FILES
 from .pretrained import num_parameters
 from .run_settings import Device, Precision

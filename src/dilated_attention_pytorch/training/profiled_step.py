@@ -1,24 +1,20 @@
-"""A training step of a new model in this process: its seconds, and its profile by PyTorch."""
+"""The profile of training steps of a new model in this process, by PyTorch."""
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import check_training_memory
 from dilated_attention_pytorch.machine import set_threads
 from dilated_attention_pytorch.output import check_free_folder, make_output, write_text
 
 from .autocast import autocast
 from .data.run_data import read_data, read_tokenizer, verify_tokenizer
-from .footprint import check_training_memory
 from .lifecycle import check_same_corpus
 from .optimizer import build_optimizer
 from .outcome import recorded_run
@@ -31,30 +27,6 @@ TRACE_NAME, TABLE_NAME = "trace.json", "profile.txt"
 _REMEDY = "name the --output of a `train` command"
 _STEPS, _MOST_STEPS = 3, 100
 _ROWS, _NAME_WIDTH = 15, 60
-
-
-class StepCost(NamedTuple):
-    """Seconds of one step in one process."""
-
-    forward: float
-    """The forward pass, including the loss."""
-    backward: float
-    """The backward pass."""
-    optimizer: float
-    """Gradient clipping and the optimizer step."""
-
-
-def measure_step(settings: TrainSettings, batch: Window, device: str) -> StepCost:
-    """The median seconds of a few steps of a new model on one batch, after a warm-up step.
-
-    Args:
-        settings: settings of the run; distribution, torch.compile and float8 are ignored.
-        batch: a batch collated by :class:`RunData`.
-        device: "cpu" or "cuda".
-    """
-    step = _new_step(settings, batch, device)
-    step()
-    return StepCost(*map(statistics.median, zip(*(step() for _ in range(_STEPS)), strict=True)))
 
 
 def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
@@ -115,8 +87,8 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     return table
 
 
-def _new_step(settings: TrainSettings, batch: Window, device: str) -> Callable[[], list[float]]:
-    """A training step of a new model on one batch; a call returns the seconds of its parts."""
+def _new_step(settings: TrainSettings, batch: Window, device: str) -> Callable[[], None]:
+    """A training step of a new model on one batch."""
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
     torch.manual_seed(settings.seed)
@@ -125,25 +97,16 @@ def _new_step(settings: TrainSettings, batch: Window, device: str) -> Callable[[
     optimizer = build_optimizer(model, settings)
     inputs = {name: value.to(device) for name, value in batch.items()}
 
-    def step() -> list[float]:
-        times = [_now(device)]
+    def step() -> None:
         with record_function("forward"), autocast(settings.precision, device):
             loss = model(**inputs, skip_logits=True).loss
-        times.append(_now(device))
         with record_function("backward"):
             loss.backward()
-        times.append(_now(device))
         with record_function("optimizer"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        times.append(_now(device))
-        return [after - before for before, after in itertools.pairwise(times)]
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return step
-
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()

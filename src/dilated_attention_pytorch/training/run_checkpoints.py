@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import largest_file
 
 from .checkpoint import checkpoint_step, checkpoints, clear, latest_checkpoint, publish, remove_leftovers
 from .checkpoint_writer import CheckpointWriter
 from .extension_settings import ExtensionSettings
 from .faults import note_resumed
-from .footprint import largest_file
 from .lease import check_exists
 from .lifecycle import OpenRun
 from .preflight import checkpoint_space, file_limit

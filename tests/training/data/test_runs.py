@@ -16,13 +16,13 @@ from rich.console import Console
 from torch.nn import functional
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.estimate.flops import longnet_flops
 from dilated_attention_pytorch.training import TrainSettings, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.data.run_data import read_data, read_tokenizer
 from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.evaluated_model import open_model
-from dilated_attention_pytorch.training.flops import longnet_flops
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import Stages
 from dilated_attention_pytorch.training.trained_model import load_model

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, default_collate
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.flops import documents_flops, longnet_flops, training_flops
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.models.token_loss import IGNORED
 
 from ..checkpoint import SETTINGS_NAME
 from ..corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
-from ..flops import documents_flops, longnet_flops, training_flops
 from ..manifest import read_sealed, sums, verify_sums
 from ..measures import Work
 from ..together import all_or_none, from_first, is_first_process

@@ -1,0 +1,46 @@
+"""The texts and rows of a batch, and settings with another context length."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dilated_attention_pytorch.training.settings import TrainSettings
+from dilated_attention_pytorch.training.stages import StageSettings
+
+
+def texts_of_batch(settings: TrainSettings) -> dict[int, int]:
+    """The number of texts of each length in a batch, over the processes that share it.
+
+    Windows have ``context_length`` tokens. Documents are taken as long as they may be: a batch has then the most rows,
+    and as pairs grow faster than lengths, the most pairs of attention (up to the rounding of dilated segments).
+
+    >>> from dilated_attention_pytorch.training import PRESETS
+    >>> texts_of_batch(dataclasses.replace(PRESETS["tiny"](), batch_size=3))
+    {256: 3}
+    >>> texts_of_batch(dataclasses.replace(PRESETS["tiny"](), batch_size=1, packing="documents", max_tokens=600))
+    {256: 2, 88: 1}
+    """
+    length = settings.context_length
+    if not settings.max_tokens:
+        return {length: settings.batch_size}
+    tokens = settings.max_tokens
+    if settings.max_batch_size:
+        tokens = min(tokens, settings.max_batch_size * length)
+    whole, rest = divmod(tokens, length)
+    return {length: whole, rest: 1} if rest else {length: whole}
+
+
+def rows_of_batch(settings: TrainSettings, processes: int = 1) -> int:
+    """Most rows of a batch in one of ``processes`` that share each of its texts."""
+    return sum(count * -(-length // processes) for length, count in texts_of_batch(settings).items())
+
+
+def with_length(settings: TrainSettings, length: int, **changes: Any) -> TrainSettings:
+    """The settings with batches of ``batch_size`` rows of ``length`` tokens, and other changes.
+
+    Stages and the tokens of a batch are left out, as they are told for the context length of the run.
+    """
+    return dataclasses.replace(
+        settings, context_length=length, stages=StageSettings(), max_tokens=0, max_batch_size=0, **changes
+    )

@@ -1,0 +1,144 @@
+"""Communication between the processes of a run in a step: bytes and messages, by purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from dilated_attention_pytorch.models import LongNetLM
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.training.autocast import computing_dtype
+from dilated_attention_pytorch.training.settings import TrainSettings
+
+from .batch_rows import rows_of_batch
+from .parallel import Estimate, plan_parallel
+
+_FLOAT32 = 4
+_TIMES_SENT = {"ddp": (0, 2), "zero1": (1, 1), "zero2": (1, 1), "fsdp": (3, 0), "zero3": (3, 0)}
+"""Times that a process sends (p - 1) / p of all weights: with every batch of a step, and once a step. A sum over
+processes is a reduce-scatter and an all-gather. With ddp it follows the last batch; the others reduce the gradients of
+every batch. Split weights are gathered in each pass. For fsdp see :func:`_split_weights`."""
+
+
+class Exchange(NamedTuple):
+    """Traffic of one kind in a step, of the process that sends most."""
+
+    name: str
+    """"weights and gradients", "rows" or "activations"."""
+    bytes: int
+    messages: int
+    """Approximate number."""
+    is_behind: bool
+    """Whether it overlaps with the computation of attention."""
+
+
+def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ...]:
+    """Traffic of a step: gradients of weights that several processes hold, rows of a sequence, parts of matrices.
+
+    Rows are counted exactly, from the pattern, by :func:`parallel.plan_parallel`. Sums over p processes are counted as
+    ring all-reduces, which send 2 (p - 1) / p of the operand; split weights as they are gathered and scattered. Under
+    ddp, fsdp and context parallelism this is the traffic of a step to the byte, except for a few bytes that compare
+    calls.
+    """
+    found = []
+    sharing_weights = num_processes // settings.tensor_parallel
+    if sharing_weights > 1:
+        of_weights = _FLOAT32 * settings.model.num_parameters // settings.tensor_parallel
+        of_batch, of_step = _TIMES_SENT[settings.data_parallel]
+        times = of_batch * settings.gradient_accumulation + of_step
+        sent = times * of_weights * (sharing_weights - 1) // sharing_weights
+        if settings.data_parallel == "fsdp" and settings.tensor_parallel == 1:
+            sent = settings.gradient_accumulation * _split_weights(settings.model, sharing_weights)
+        found.append(Exchange("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings), False))
+    if settings.context_parallel > 1:
+        found.append(_rows(settings, is_training=True))
+    if settings.tensor_parallel > 1:
+        found.append(_activations(settings))
+    return tuple(found)
+
+
+def _split_weights(model: LongNetConfig, p: int) -> int:
+    """Bytes that a process sends with a batch under fsdp, with each weight split by rows and padded to p equal parts.
+
+    A block is gathered in each pass and its gradients are scattered; embedding, last LayerNorm and output matrix stay
+    gathered between the passes.
+    """
+    with torch.device("meta"):
+        shallow = LongNetLM(dataclasses.replace(model, num_layers=1))
+    block = rest = 0
+    for name, weight in shallow.named_parameters():
+        part = _FLOAT32 * -(-weight.shape[0] // p) * (weight.numel() // weight.shape[0])
+        if name.startswith("blocks."):
+            block += part
+        else:
+            rest += part
+    return (p - 1) * (3 * model.num_layers * block + 2 * rest)
+
+
+def _tensors(settings: TrainSettings) -> int:
+    """Messages of one pass over all weights: one per gradient, or one per block where weights are split."""
+    layers = settings.model.num_layers
+    return layers + 1 if settings.data_parallel in ("fsdp", "zero3") else 12 * layers + 3
+
+
+def estimate_of(settings: TrainSettings, layer: int) -> Estimate:
+    """Cost of sending the rows of a layer's attention, with the strategy and layout that the run would choose."""
+    model, tensor = settings.model, settings.tensor_parallel
+    assert model.num_kv_heads is not None
+    kv_heads = model.num_kv_heads // tensor
+    ring = settings.context_parallel // settings.heads_parallel
+    mesh = (ring, settings.heads_parallel) if settings.heads_parallel > 1 else ring
+    plan = plan_parallel(
+        model.pattern(layer).for_heads(range(kv_heads), model.num_kv_heads),
+        (settings.batch_size, settings.context_length, model.num_heads // tensor, model.embed_dim // model.num_heads),
+        mesh,
+        num_kv_heads=kv_heads,
+        is_causal=True,
+        dtype=computing_dtype(settings.precision),
+    )
+    return next(
+        estimate
+        for estimate in plan.estimates
+        if settings.strategy in ("auto", estimate.strategy) and settings.layout in ("auto", estimate.layout)
+    )
+
+
+def forward_rows(settings: TrainSettings) -> Exchange:
+    """Rows that processes of a shared sequence send in a forward pass."""
+    return _rows(settings, is_training=False)
+
+
+def _rows(settings: TrainSettings, *, is_training: bool) -> Exchange:
+    model, sent, messages = settings.model, 0, 0
+    of_pattern: dict[object, Estimate] = {}
+    behind = True
+    for layer in range(model.num_layers):
+        pattern = model.pattern(layer)
+        if pattern not in of_pattern:
+            of_pattern[pattern] = estimate_of(settings, layer)
+        one = of_pattern[pattern]
+        forward = 2 if is_training and _is_taken_again(model, layer) else 1
+        both = zip(one.forward_bytes, one.backward_bytes, strict=True)
+        sent += max(forward * there + is_training * back for there, back in both)
+        messages += forward * one.messages + is_training * one.backward_messages
+        behind = behind and one.strategy == "ring"
+    batches = settings.gradient_accumulation if is_training else 1
+    return Exchange("rows", batches * sent, batches * messages, behind)
+
+
+def _is_taken_again(model: LongNetConfig, layer: int) -> bool:
+    return model.gradient_checkpointing and model.is_recomputed(layer)
+
+
+def _activations(settings: TrainSettings) -> Exchange:
+    """Sums over the tensor-parallel processes: two of the model's width per block and pass, and the logits."""
+    model, p = settings.model, settings.tensor_parallel
+    rows, batches = rows_of_batch(settings, settings.context_parallel), settings.gradient_accumulation
+    element = computing_dtype(settings.precision).itemsize
+    again = sum(_is_taken_again(model, layer) for layer in range(model.num_layers))
+    sums = 4 * model.num_layers + 2 * again + 1
+    of_sum = 2 * rows * model.embed_dim * element * (p - 1) // p
+    logits = rows * model.vocab_size * element * (p - 1) // p
+    return Exchange("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1), False)

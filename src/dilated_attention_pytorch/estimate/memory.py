@@ -1,0 +1,353 @@
+"""Memory of a process at the peak of a training step, from a run's settings, and the check of it before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.memory import check_memory, free_memory, in_bytes, return_freed_blocks
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.models.token_loss import logits_at_once
+from dilated_attention_pytorch.training.autocast import computing_dtype, multiplies_bfloat16
+from dilated_attention_pytorch.training.run_settings import Precision
+from dilated_attention_pytorch.training.settings import Optimizer, TrainSettings
+
+from .attention import kernel_bytes
+from .batch_rows import rows_of_batch, with_length
+from .flops import block_matrices
+from .live_bytes import PARTS, Moment
+from .step import moments
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from dilated_attention_pytorch.training.extension_settings import ExtensionSettings
+
+_FLOAT32 = 4
+_MOST_TEXTS = 1024
+"""Maximum number of sequences per batch that are traced as they are."""
+_KEPT_BY_MALLOC = 5
+"""Bound on resident memory over the memory in use, with malloc's defaults."""
+_LEAST_MOMENTS: dict[Optimizer, int] = {"muon": 4, "adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2}
+"""Optimizer bytes per matrix weight: one moment with Muon, two with AdamW."""
+_MOST_MOMENTS = _LEAST_MOMENTS | {"muon": 8, "adamw-8bit": 3}
+"""Upper bound over all weights: Muon uses AdamW for weights that are not matrices, and 8-bit moments have scales."""
+_ROUNDED_BYTES = 22
+"""Bytes per weight of the largest matrix while ``adamw-bf16`` rounds a moment: both in float32, and random numbers."""
+_GATHERED_BYTES = 12
+"""Bytes per weight of a matrix that Muon gathers: weight, gradient and moment."""
+
+
+def checkpoint_bytes(optimizer: Optimizer, num_parameters: int) -> int:
+    """Upper bound of a checkpoint's size: weights and optimizer state, in bytes."""
+    return (_FLOAT32 + _MOST_MOMENTS[optimizer]) * num_parameters
+
+
+def largest_file(optimizer: Optimizer, num_parameters: int) -> int:
+    """Upper bound of the largest file of a checkpoint, the weights or the optimizer state, in bytes."""
+    return max(_FLOAT32, _MOST_MOMENTS[optimizer]) * num_parameters
+
+
+def moment_bytes(optimizer: Optimizer) -> int:
+    """Optimizer bytes per matrix weight."""
+    return _LEAST_MOMENTS[optimizer]
+
+
+def _copied_bytes(optimizer: Optimizer, num_parameters: int) -> int:
+    """Lower bound of the bytes of weights and optimizer state."""
+    return (_FLOAT32 + _LEAST_MOMENTS[optimizer]) * num_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Live bytes of one process at the peak of a step, by category."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    """Optimizer state."""
+    activations: int = 0
+    """Activations saved for the backward pass, or recomputed in it."""
+    loss: int = 0
+    """Blocks of logits, their gradients, and the gradient of the hidden states."""
+    temporaries: int = 0
+    """Gradients of activations, and copies."""
+    attention: int = 0
+    """Temporary memory of attention."""
+    exchange: int = 0
+    """Communication buffers."""
+    cache: int = 0
+    """Key/value cache of generation."""
+    checkpoint: int = 0
+    """Copy from which a checkpoint is written asynchronously, in the first process; not part of the total."""
+
+    @property
+    def states(self) -> int:
+        """Memory that persists between steps, plus gradients."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Total on the device at the peak."""
+        return self.states + self.of_batch
+
+    @property
+    def of_batch(self) -> int:
+        """Memory that grows with the batch."""
+        return self.activations + self.loss + self.temporaries + self.attention + self.exchange + self.cache
+
+    def in_words(self) -> str:
+        """The categories, for a message."""
+        copy = f"{in_bytes(self.checkpoint)} copy for a checkpoint, " if self.checkpoint else ""
+        return f"({in_bytes(self.states)} weights with optimizer, {copy}{in_bytes(self.of_batch)} activations)"
+
+
+def optimizer_bytes(settings: TrainSettings, *, is_split: bool = False) -> tuple[int, int]:
+    """Bytes of the optimizer state of a whole model, and the most that a step of the optimizer allocates and frees.
+
+    The optimizers step one weight after the other. AdamW allocates nothing, ``adamw-bf16`` both moments in float32 and
+    the random numbers of their rounding. For a matrix of m x M weights, Muon has the update in float32 and in its
+    Newton-Schulz iteration two matrices of that size and two of m x m, in bfloat16 where the processor multiplies it.
+
+    Args:
+        settings: settings of the run.
+        is_split: whether processes split the weights, which Muon then gathers one matrix at a time.
+    """
+    model, optimizer = settings.model, settings.optimizer
+    matrices = block_matrices(model)
+    inside = model.num_matrix_weights - model.vocab_size * model.embed_dim if optimizer == "muon" else 0
+    outside = _MOST_MOMENTS[optimizer] if optimizer == "muon" else _LEAST_MOMENTS[optimizer]
+    states = _LEAST_MOMENTS[optimizer] * inside + outside * (model.num_parameters - inside)
+    if optimizer == "adamw-bf16":
+        return states, _ROUNDED_BYTES * max(*(m * n for m, n in matrices), model.vocab_size * model.embed_dim)
+    if optimizer != "muon":
+        return states, 0
+    factor = 2 if multiplies_bfloat16("cpu") else _FLOAT32
+    of_weight = _FLOAT32 + 2 * factor + (_GATHERED_BYTES if is_split else 0)
+    return states, max(of_weight * m * n + 2 * factor * min(m, n) ** 2 for m, n in matrices)
+
+
+def _own_rows(settings: TrainSettings) -> TrainSettings:
+    """The settings with batches of this process's rows only."""
+    if settings.max_tokens or settings.batch_size > _MOST_TEXTS:
+        # Documents are packed into one row. More texts would need lengths of thousands of loss blocks.
+        settings = with_length(settings, rows_of_batch(settings), batch_size=1)
+    length = max(8, -(-settings.context_length // settings.context_parallel))
+    return with_length(settings, length, parallel="told", context_parallel=1, heads_parallel=1)
+
+
+def _attention_bytes(settings: TrainSettings) -> dict[str, int]:
+    """Temporary bytes of attention in the layer that takes most, by operator."""
+    model = settings.model
+    assert model.num_kv_heads is not None
+    workload = Workload(
+        sequence_length=settings.context_length,
+        batch_size=settings.batch_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.embed_dim // model.num_heads,
+        dtype=computing_dtype(settings.precision),
+        is_causal=True,
+    )
+    of_patterns = [
+        kernel_bytes(pattern, workload, threads=max(1, settings.threads)) for pattern in model.different_patterns
+    ]
+    forward, backward = map(max, zip(*of_patterns, strict=True))
+    return {"attend": forward, "attend_backward": backward}
+
+
+def peak(of: Iterable[dict[str, int]]) -> Footprint:
+    """The moment with the most memory."""
+    return Footprint(**max(of, key=lambda parts: sum(parts.values())))
+
+
+def parts_of(moment: Moment) -> dict[str, int]:
+    """Bytes by category at a moment, with the temporary memory of attention that was recorded."""
+    return {**dict(zip(PARTS, moment.counts, strict=True)), "attention": moment.own}
+
+
+def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
+    """Live memory of each of ``num_processes`` processes at the peak of a step.
+
+    Traced on the passes of a batch as they run on a CPU, with fake tensors (:mod:`.step`) and the run's own model and
+    loss. States, temporary memory of the optimizer and of attention, and the buffers of distributed engines are
+    computed. In a step of several batches, all gradients are alive from the second one on. Not counted: memory of
+    libraries (about 0.1 GB more after the first step than before) and freed pages that the allocator retains.
+    """
+    own, exchanged = _own_rows(settings), _exchanged_bytes(settings)
+    attention, tensor = _attention_bytes(own), settings.tensor_parallel
+    is_sharded = settings.data_parallel == "fsdp" and num_processes > 1
+    states, stepping = optimizer_bytes(own, is_split=is_sharded or tensor > 1)
+    weights = _FLOAT32 * settings.model.num_parameters
+    ranks = num_processes if is_sharded else tensor
+    gathered = _gathered_bytes(settings.model) // tensor if is_sharded else 0
+    # LayerNorms between the modules that tensor parallelism splits are whole in every process.
+    norms = _FLOAT32 * (4 * settings.model.num_layers + 2) * settings.model.embed_dim if tensor > 1 else 0
+    of_passes = []
+    for moment in moments(own):
+        parts = parts_of(moment)
+        if moment.attention is not None:
+            temporary = attention.get(moment.attention, 0) // tensor
+            parts |= {"attention": temporary, "exchange": exchanged}
+        parts["optimizer"] = states // ranks
+        parts["weights"] = parts["weights"] // ranks + gathered + norms
+        whole = min(parts["gradients"], gathered)
+        parts["gradients"] = (parts["gradients"] - whole) // ranks + whole
+        for name in ("activations", "temporaries"):
+            # Of what tensor parallelism splits, about half is between the split modules, and whole in every process.
+            parts[name] = (parts[name] + parts[name] // tensor) // 2
+        of_passes.append(parts)
+    step = {
+        "weights": weights // ranks,
+        "gradients": weights // ranks,
+        "optimizer": states // ranks,
+        "temporaries": stepping if settings.optimizer == "muon" else stepping // ranks,
+        "activations": 0,
+    }
+    found = peak([*of_passes, step])
+    if settings.data_parallel == "ddp":
+        # DDP has a copy of all gradients in its buckets.
+        is_spread = num_processes > tensor
+        return dataclasses.replace(found, exchange=found.exchange + is_spread * found.weights)
+    return found if settings.data_parallel == "fsdp" else _with_zero(found, settings, num_processes)
+
+
+def _gathered_bytes(model: LongNetConfig) -> int:
+    """Bytes of whole weights, and of whole gradients, while a block is computed under FSDP.
+
+    Embedding, last LayerNorm and output matrix stay gathered through both passes. The gradients of a block are whole
+    until they are scattered.
+    """
+    one, two = (dataclasses.replace(model, num_layers=number).num_parameters for number in (1, 2))
+    outside, block = 2 * one - two, two - one
+    return _FLOAT32 * (outside + block)
+
+
+def evaluation_footprint(settings: TrainSettings, num_processes: int) -> Footprint:
+    """Live memory of each of ``num_processes`` processes at the peak of a forward pass with loss, without gradients.
+
+    Counted like :func:`footprint`, for an evaluation during training, without the training state.
+
+    Raises:
+        RunError: weights are sharded, whose gathering is only counted for steps.
+    """
+    is_sharded = settings.data_parallel == "fsdp" and num_processes > 1
+    if is_sharded or settings.tensor_parallel > 1 or settings.data_parallel.startswith("zero"):
+        raise RunError(
+            "a forward pass is planned for processes that have all weights: leave --data-parallel "
+            f"{settings.data_parallel} and --tensor-parallel {settings.tensor_parallel} out"
+        )
+    own, exchanged = _own_rows(settings), _exchanged_bytes(settings)
+    attention = _attention_bytes(own)
+    return peak(
+        {
+            **parts_of(moment),
+            "attention": attention.get(moment.attention or "", 0),
+            "exchange": 0 if moment.attention is None else exchanged,
+        }
+        for moment in moments(own, is_training=False)
+    )
+
+
+def _exchanged_bytes(settings: TrainSettings) -> int:
+    """Largest number of bytes of other processes' keys, values and their gradients held at once."""
+    if settings.context_parallel == 1:
+        return 0
+    model = settings.model
+    assert model.num_kv_heads is not None
+    rows = rows_of_batch(settings, settings.context_parallel)
+    of_row = 2 * model.embed_dim // model.num_heads * model.num_kv_heads * _element(settings.precision)
+    # Ring: the rows in use, those being received, and those being sent.
+    return 3 * rows * of_row
+
+
+def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) -> Footprint:
+    """Footprint on the device with DeepSpeed's sharding and offloading."""
+    parameters = settings.model.num_parameters
+    stage = settings.data_parallel
+    # ZeRO keeps a copy of the weight and two moments.
+    stepped = 0 if settings.offload != "none" else 12 * parameters // num_processes
+    share = 0 if settings.offload in ("parameters", "nvme") else 4 * parameters // num_processes
+    weights = share if stage == "zero3" else 4 * parameters
+    gradients = 4 * parameters if stage == "zero1" else 4 * parameters // num_processes
+    return dataclasses.replace(found, weights=weights, gradients=gradients, optimizer=stepped)
+
+
+def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, num_parameters: int) -> Footprint:
+    """Lower bound for a step of a pretrained model of any architecture.
+
+    Counts what all kinds of layers keep: the layer's input, both norms, queries, and attention's output.
+    """
+    text = config.get_text_config()
+    windows = max(1, settings.batch_tokens // settings.length)
+    tokens = max(windows * settings.length, settings.length)
+    layers = text.num_hidden_layers
+    per_layer = (12 + 2 * _element(settings.precision)) * text.hidden_size
+    kept = 4 * layers * text.hidden_size + per_layer if settings.gradient_checkpointing else layers * per_layer
+    logits = logits_at_once(tokens, text.vocab_size) * 4
+    states = (_FLOAT32 + _LEAST_MOMENTS[settings.optimizer]) * num_parameters
+    return Footprint(
+        _FLOAT32 * num_parameters, _FLOAT32 * num_parameters, states - _FLOAT32 * num_parameters, tokens * kept, logits
+    )
+
+
+def _element(precision: Precision) -> int:
+    return 2 if precision == "auto" else computing_dtype(precision).itemsize
+
+
+def check_training_memory(settings: TrainSettings, device: str, num_processes: int) -> None:
+    """Raise :class:`RunError` if a run needs more memory than the device has free (processes share the CPU's memory).
+
+    With ``--parallel auto`` the check runs after the choice. If a CPU's memory suffices, but not for what malloc could
+    keep of freed blocks, these are returned to the system from now on (:func:`.memory.return_freed_blocks`).
+    """
+    if settings.parallel == "auto":
+        return
+    least = footprint(settings, num_processes)
+    if settings.async_checkpoints and device == "cpu":
+        copy = _copied_bytes(settings.optimizer, settings.model.num_parameters)
+        least = dataclasses.replace(least, checkpoint=copy)
+    _check(
+        least,
+        device,
+        batch="take a smaller --batch-size, --max-tokens or --context-length, or add --model.gradient-checkpointing",
+        model="take a smaller --model.embed-dim, --model.ffn-dim or --model.num-layers",
+    )
+
+
+def check_extension_memory(
+    settings: ExtensionSettings, config: PreTrainedConfig, num_parameters: int, device: str
+) -> None:
+    """:func:`check_training_memory` for a context extension run."""
+    least = extension_footprint(settings, config, num_parameters)
+    if settings.async_checkpoints and device == "cpu":
+        least = dataclasses.replace(least, checkpoint=_copied_bytes(settings.optimizer, num_parameters))
+    _check(
+        least,
+        device,
+        batch="take smaller --batch-tokens or a smaller --length, or add --gradient-checkpointing",
+        model="take a smaller model, or call extend_context and train with your own trainer on several devices",
+    )
+
+
+def _check(least: Footprint, device: str, *, batch: str, model: str) -> None:
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1
+    remedy = batch if least.of_batch > least.states else model
+    # No process has selected its device yet.
+    where = device if device == "cpu" else f"{device}:{os.environ.get('LOCAL_RANK', '0')}"
+    # There is one copy, whatever the number of processes that share the memory.
+    check_memory(
+        least.total + least.checkpoint // sharing,
+        where,
+        what=f"the run {least.in_words()}",
+        remedy=remedy,
+        sharing=sharing,
+    )
+    if device == "cpu" and sys.platform == "linux" and _KEPT_BY_MALLOC * sharing * least.total > free_memory("cpu"):
+        return_freed_blocks()

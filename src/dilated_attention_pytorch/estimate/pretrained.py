@@ -1,0 +1,277 @@
+"""Plan for a model of transformers under a pattern: memory, operations and time, from its configuration alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dilated_attention_pytorch.data_sheets import DataSheet
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.models.tensor_file import first_line
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
+from dilated_attention_pytorch.training.pretrained import num_kv_heads
+from dilated_attention_pytorch.training.run_settings import AdamW
+
+from .attention import operator_bytes
+from .flops import (
+    COUNTED_TOKENS,
+    FORWARD_AND_BACKWARD,
+    ForwardFlops,
+    StepWork,
+    counted_flops,
+    pretrained_flops,
+)
+from .generation import Generation, walk
+from .live_bytes import LiveBytes, Moment
+from .memory import Footprint, moment_bytes, parts_of, peak
+from .run import Device, MemoryPlan, Purpose, RunPlan
+from .seconds import rates, sheet_seconds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedRun:
+    """A model of transformers, and a run with it in one process.
+
+    Raises:
+        RunError: a number is below 1.
+    """
+
+    config: PreTrainedConfig
+    pattern: Pattern
+    length: int
+    batch_size: int = 1
+    precision: str = "bfloat16"
+    """Precision of products and attention. Weights are in float32, except for generation, where they have it, too."""
+    optimizer: AdamW = "adamw"
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise RunError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """Read the configuration of a model of transformers: a folder with config.json, or that file.
+
+    Raises:
+        RunError: there is no such file, or it describes no causal language model of transformers.
+    """
+    from transformers import AutoConfig
+
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise RunError(f"--model {path}: there is no file {file}; name a folder with config.json, or that file")
+    refusals: tuple[type[Exception], ...] = (ValueError, OSError, *configuration_errors())
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise ValueError("it has no model_type")
+        return AutoConfig.for_model(**values)
+    except refusals as error:
+        raise RunError(f"--model {path}: {file} describes no model of transformers ({error})") from error
+
+
+def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model with its pattern; under fake tensors its weights hold no data."""
+    from transformers import AutoModelForCausalLM
+
+    from dilated_attention_pytorch.integrations import register, set_pattern
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
+    register()
+    refusals: tuple[type[Exception], ...] = (NotImplementedError, *configuration_errors())
+    try:
+        model = AutoModelForCausalLM.from_config(run.config, dtype=dtype)
+        return set_pattern(model, run.pattern)
+    except refusals as error:
+        reason = first_line(error)
+        raise RunError(f"--model: {run.config.model_type} cannot be planned under {run.pattern!r}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _fake_model(run: PretrainedRun) -> Iterator[PreTrainedModel]:
+    """The model with weights that hold no data, while open.
+
+    Raises:
+        RunError: the model cannot run under the pattern.
+    """
+    # The model checks whether its mask lets all tokens see the one before; LiveBytes answers for fake tensors.
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
+        yield _build(run, torch.float32)
+
+
+def _recompute_blocks(model: PreTrainedModel) -> None:
+    # transformers 6 drops the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
+def _last_logits(model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments with which ``generate`` of transformers has the logits of the last token of a call alone."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+def operations(run: PretrainedRun) -> ForwardFlops:
+    """Operations of a forward pass, counted once on fake tensors, as ``torch.utils.flop_counter`` counts them.
+
+    Raises:
+        RunError: the model cannot run under the pattern.
+    """
+    with _fake_model(run) as model:
+        return pretrained_flops(model, run.pattern, num_kv_heads(run.config))
+
+
+def pretrained_work(run: PretrainedRun, purpose: Purpose) -> StepWork:
+    """Operations of a step with recomputation, or of a forward pass; see :func:`operations`."""
+    heads = num_kv_heads(run.config)
+    with _fake_model(run) as model:
+        if run.gradient_checkpointing:
+            _recompute_blocks(model)
+        others, of_pair = counted_flops(model, run.pattern, heads, is_step=purpose == "training")
+    pairs = run.pattern.num_pairs(run.length, num_kv_heads=heads, is_causal=True)
+    return StepWork(others // COUNTED_TOKENS * run.length * run.batch_size, of_pair * pairs * run.batch_size)
+
+
+def trace(
+    run: PretrainedRun,
+    *,
+    is_training: bool,
+    dtype: torch.dtype = torch.float32,
+    is_fake: bool = True,
+    is_generating: bool = False,
+) -> list[Moment]:
+    """Live bytes after every operation of a forward pass with logits, and of the backward pass of its loss.
+
+    Args:
+        run: the model and its batch.
+        is_training: whether there is a backward pass.
+        dtype: dtype of the weights; float32 weights are multiplied in the precision of the run (autocast).
+        is_fake: whether to use fake tensors; otherwise everything is computed.
+        is_generating: whether only the last token has logits, as in a call of ``generate``.
+    """
+    live = LiveBytes(own_bytes=operator_bytes)
+    with FakeTensorMode() if is_fake else contextlib.nullcontext(), torch.random.fork_rng(devices=[]), live:
+        with live.made_as("weights"):
+            model = _build(run, dtype).train(is_training)
+        if run.gradient_checkpointing and is_training:
+            _recompute_blocks(model)
+        options = _last_logits(model) if is_generating else {}
+        with live.made_as("temporaries"):
+            ids = torch.zeros(run.batch_size, run.length, dtype=torch.int64)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda own: live.mark([own.grad], "gradients"))
+        live.phase, live.is_recording = ("forward", 0), True
+        with torch.set_grad_enabled(is_training), autocast(_autocast(run, dtype), "cpu"):
+            out: Any = model(ids, labels=ids if is_training else None, use_cache=False, **options)
+        if is_training:
+            live.phase = ("backward", 0)
+            out.loss.backward()
+    return live.moments
+
+
+def _autocast(run: PretrainedRun, dtype: torch.dtype) -> str:
+    return run.precision if dtype == torch.float32 else "float32"
+
+
+def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> Footprint:
+    """Peak bytes of one process, by part.
+
+    Training: the model's own forward and backward pass, with the loss of all logits, gradients, and AdamW's states.
+    Generation, given by its lengths: a chunk of the prompt, and the bounded cache (``integrations.BoundedCache``), all
+    in the precision of the run.
+    """
+    text, generation = run.config.get_text_config(), purpose if isinstance(purpose, Generation) else None
+    if generation is not None:
+        run = dataclasses.replace(run, length=min(generation.prompt, generation.chunk_size))
+    dtype = torch.float32 if generation is None else computing_dtype(run.precision)
+    moments = trace(run, is_training=purpose == "training", dtype=dtype, is_generating=generation is not None)
+    found = peak(map(parts_of, moments))
+    if purpose == "training":
+        return dataclasses.replace(found, optimizer=moment_bytes(run.optimizer) * found.weights // 4)
+    if generation is not None:
+        slots = walk(
+            (run.pattern,), num_kv_heads(run.config), generation.prompt, generation.new_tokens, generation.chunk_size
+        ).slots[run.pattern]
+        of_slot = num_kv_heads(run.config) * _head_dim(text) * dtype.itemsize
+        return dataclasses.replace(found, cache=2 * run.batch_size * text.num_hidden_layers * slots * of_slot)
+    return found
+
+
+def _head_dim(text: Any) -> int:
+    width: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return width
+
+
+def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "training") -> RunPlan:
+    """Plan one process that trains or evaluates a model of transformers under a pattern.
+
+    Seconds are a lower bound: operations at the nominal rate, states at the rate of memory.
+
+    Raises:
+        RunError: the model cannot run under the pattern, or the device has no rate for the precision.
+    """
+    _check_precision(run, device.sheet)
+    is_training = purpose == "training"
+    found, work = pretrained_footprint(run, purpose), pretrained_work(run, purpose)
+    rate = device.sheet.flops[run.precision]
+    seconds = sheet_seconds(work, found, (), device.sheet, run.precision, None, is_training=is_training)
+    tokens = run.length * run.batch_size
+    model_flops = (FORWARD_AND_BACKWARD if is_training else 1) * operations(run).of_text(run.length) * run.batch_size
+    return RunPlan(
+        purpose=purpose,
+        footprint=found,
+        memory_bytes=device.sheet.memory_bytes,
+        tokens=tokens,
+        model_flops=model_flops,
+        computed_flops=int(work.total),
+        least_seconds=work.total / rate,
+        exchanges=(),
+        seconds=seconds,
+        rates=rates(
+            seconds.total,
+            tokens,
+            model_flops,
+            1,
+            peak=rate,
+            watts=device.sheet.watts,
+            price=device.price_per_hour,
+        ),
+    )
+
+
+def plan_pretrained_generation(run: PretrainedRun, sheet: DataSheet, generation: Generation) -> MemoryPlan:
+    """Plan the memory of one process that generates with a model of transformers under a pattern.
+
+    Raises:
+        RunError: as :func:`plan_pretrained`.
+    """
+    _check_precision(run, sheet)
+    return MemoryPlan(
+        purpose="generation",
+        footprint=pretrained_footprint(run, generation),
+        memory_bytes=sheet.memory_bytes,
+        tokens=generation.new_tokens * run.batch_size,
+    )
+
+
+def _check_precision(run: PretrainedRun, sheet: DataSheet) -> None:
+    if run.precision not in sheet.flops:
+        raise RunError(
+            f"--precision {run.precision}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
+        )

@@ -1,0 +1,211 @@
+"""Plan of one run on devices of one kind: memory, operations and seconds by part, and the rates that follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dilated_attention_pytorch.data_sheets import DataSheet, Link, link_of
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.training.preflight import check_processes
+from dilated_attention_pytorch.training.run_settings import Precision
+from dilated_attention_pytorch.training.settings import TrainSettings
+
+from .batch_rows import rows_of_batch, with_length
+from .exchange import Exchange, exchanges, forward_rows
+from .flops import FORWARD_AND_BACKWARD, forward_work, step_work
+from .generation import Generation, generation_footprint
+from .measure import Here
+from .memory import Footprint, evaluation_footprint, footprint
+from .seconds import Rates, StepSeconds, rates, sheet_seconds
+
+Purpose = Literal["training", "forward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """The device that a run is planned on."""
+
+    sheet: DataSheet
+    link: Link | None = None
+    """Link between the devices; None takes the one that the data sheet names."""
+    price_per_hour: float | None = None
+    """Price of one device; None if it is not known."""
+    here: Here | None = None
+    """Measurements of training steps, if the device is this machine."""
+
+    @property
+    def connection(self) -> Link | None:
+        """The link, given or named by the data sheet."""
+        return link_of(self.sheet.link) if self.link is None and self.sheet.link else self.link
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Memory of each process of a run."""
+
+    purpose: Literal["training", "forward", "generation"]
+    footprint: Footprint
+    """Peak bytes of a process, by part."""
+    memory_bytes: int
+    """Memory of the device."""
+    tokens: int
+    """Tokens of a step, over all processes; for a generation, the new tokens."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is less than the memory of the device."""
+        return self.footprint.total < self.memory_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan(MemoryPlan):
+    """Resources of each process of a run in a training step or a forward pass."""
+
+    model_flops: int
+    """Operations of the model in a step, over all processes, as model FLOP utilisation counts them."""
+    computed_flops: int
+    """Operations of a step including recomputation, over all processes."""
+    least_seconds: float
+    """Time of one process's operations at the nominal rate of dense products. No step is faster; real ones reach a
+    part of that rate, and wait for memory, for other processes and for the host."""
+    exchanges: tuple[Exchange, ...]
+    """Traffic of the process that sends most."""
+    seconds: StepSeconds
+    """Seconds of a step, by part."""
+    rates: Rates
+    """Rates that follow from the seconds."""
+
+    @property
+    def bounded_by(self) -> str:
+        """Bottleneck: "memory" if the run does not fit, otherwise the part of the step that takes longest."""
+        return self.seconds.bounded_by if self.fits else "memory"
+
+
+def plan_run(
+    settings: TrainSettings,
+    num_processes: int,
+    device: DataSheet | Device,
+    *,
+    purpose: Purpose = "training",
+) -> RunPlan:
+    """Plan a run on ``num_processes`` devices of one kind.
+
+    Args:
+        settings: settings of the run. Precision "auto" is bfloat16 where the device has a rate for it, else float32.
+        num_processes: number of devices, each with one process.
+        device: a data sheet, or a device with link, price and measurements.
+        purpose: a training step, or a forward pass with the loss as in a run's evaluation.
+
+    Raises:
+        RunError: the settings do not fit the number of processes, the device, or the purpose.
+    """
+    if purpose not in get_args(Purpose):
+        raise RunError(
+            f'purpose must be "training" or "forward", got {purpose!r}; plan_generation plans a generation\'s memory'
+        )
+    device = Device(sheet=device) if isinstance(device, DataSheet) else device
+    settings = _checked(settings, num_processes, device.sheet)
+    is_training = purpose == "training"
+    if not is_training:
+        # An evaluation takes rows of the context length, where training takes batches of documents, too.
+        settings = with_length(settings, settings.context_length, gradient_accumulation=1)
+    sharing = settings.context_parallel * settings.tensor_parallel
+    batches = num_processes // sharing
+    if is_training:
+        found = footprint(settings, num_processes)
+    else:
+        found = evaluation_footprint(settings, num_processes)
+    work = step_work(settings) if is_training else forward_work(settings)
+    sent = exchanges(settings, num_processes) if is_training else _of_rows(settings)
+    rate = device.sheet.flops[settings.precision]
+    if device.here is not None and is_training:
+        seconds = device.here.seconds(settings, num_processes, sent)
+    else:
+        seconds = sheet_seconds(
+            work.over(sharing),
+            found,
+            sent,
+            device.sheet,
+            settings.precision,
+            device.connection,
+            is_training=is_training,
+        )
+    taken = batches * settings.gradient_accumulation
+    tokens = rows_of_batch(settings) * taken
+    model_flops = (FORWARD_AND_BACKWARD if is_training else 1) * int(forward_work(settings).total) * taken
+    return RunPlan(
+        purpose=purpose,
+        footprint=found,
+        memory_bytes=device.sheet.memory_bytes,
+        tokens=tokens,
+        model_flops=model_flops,
+        computed_flops=int(work.total) * batches,
+        least_seconds=work.total / sharing / rate,
+        exchanges=sent,
+        seconds=seconds,
+        rates=rates(
+            seconds.total,
+            tokens,
+            model_flops,
+            num_processes,
+            peak=rate,
+            watts=device.sheet.watts,
+            price=device.price_per_hour,
+        ),
+    )
+
+
+def _of_rows(settings: TrainSettings) -> tuple[Exchange, ...]:
+    """Traffic of a forward pass: rows of shared sequences, without their gradients."""
+    return () if settings.context_parallel == 1 else (forward_rows(settings),)
+
+
+def plan_generation(
+    settings: TrainSettings, num_processes: int, sheet: DataSheet, generation: Generation
+) -> MemoryPlan:
+    """Plan the memory of a generation in one process. Its seconds are not predicted.
+
+    Args:
+        settings: settings of which model, batch size and precision are used, the precision as in :func:`plan_run`.
+        num_processes: number of devices; only 1 can be planned.
+        sheet: data sheet of the device.
+        generation: lengths of the texts.
+
+    Raises:
+        RunError: several processes, or a precision that the device has no rate for.
+    """
+    settings = _checked(settings, num_processes, sheet)
+    if num_processes > 1:
+        raise RunError(
+            f"generation is planned for one process that holds all weights and the whole cache, got {num_processes}; "
+            "leave --processes out: processes that each generate other texts take as much each, and those that share a "
+            "cache (parallel.RankShare) have all weights and about their part of the cache that is planned for one"
+        )
+    return MemoryPlan(
+        purpose="generation",
+        footprint=generation_footprint(settings, generation),
+        memory_bytes=sheet.memory_bytes,
+        tokens=settings.batch_size * generation.new_tokens,
+    )
+
+
+def _checked(settings: TrainSettings, num_processes: int, sheet: DataSheet) -> TrainSettings:
+    """The settings with their parallelism as it is, and a precision of the device."""
+    if num_processes < 1:
+        raise RunError(f"a run takes at least 1 process, got {num_processes}")
+    settings = dataclasses.replace(settings, parallel="told", precision=_precision(settings, sheet))
+    check_processes(settings, num_processes, launch="plan for {0} processes (--processes {0})")
+    return settings
+
+
+def _precision(settings: TrainSettings, sheet: DataSheet) -> Precision:
+    chosen = settings.precision
+    if chosen == "auto":
+        return "bfloat16" if "bfloat16" in sheet.flops else "float32"
+    if chosen not in sheet.flops:
+        raise RunError(
+            f"--precision {chosen}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
+        )
+    return chosen

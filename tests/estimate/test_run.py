@@ -1,0 +1,150 @@
+"""Operations of a step as PyTorch counts them, the longest text that fits, and plans that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.data_sheets import sheet_of
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate import longest_context, plan_run
+from dilated_attention_pytorch.estimate.flops import longnet_flops, step_work
+from dilated_attention_pytorch.estimate.memory import footprint
+from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
+from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.data.documents import packed
+from dilated_attention_pytorch.training.zero import ZERO_STAGES
+
+
+def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
+    sizes = {
+        "embed_dim": 12, "num_layers": 3, "num_heads": 3, "segment_lengths": (16, 64), "dilation_rates": (1, 4),
+        "layer_segment_shifts": (0, 5),
+    }  # fmt: skip
+    config = LongNetConfig(**{**sizes, **model})
+    given = {"context_length": 211, "batch_size": 2, "tokenizer": Path("tokens"), "optimizer": "adamw", **changes}
+    return dataclasses.replace(PRESETS["tiny"](), model=config, **given)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"activation": "gelu", "num_kv_heads": 1},
+        {"gradient_checkpointing": True, "checkpoint_every": 2},
+        {"vocab_size": 20011, "gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "dropout": 0.1},
+    ],
+    ids=["plain", "other model", "recomputed", "loss by blocks", "recomputed with dropout"],
+)
+def test_a_step_has_the_operations_that_pytorch_counts(model: dict[str, Any]) -> None:
+    settings = _settings(model, gradient_accumulation=2)
+    longnet = LongNetForCausalLM.from_longnet_config(settings.model).train()
+    ids = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(settings.gradient_accumulation):
+            longnet(input_ids=ids, labels=ids, skip_logits=True).loss.backward()
+    assert counter.get_total_flops() == step_work(settings).total
+
+
+def test_a_step_is_all_its_batches_and_one_step_of_the_optimizer() -> None:
+    one, three = (plan_run(_settings({}, gradient_accumulation=number), 1, sheet_of("H200")) for number in (1, 3))
+    assert three.tokens == 3 * one.tokens == 3 * 2 * 211
+    assert three.model_flops == 3 * one.model_flops
+    assert three.computed_flops == 3 * one.computed_flops
+    assert three.least_seconds == pytest.approx(3 * one.least_seconds)
+    assert three.seconds.products == pytest.approx(3 * one.seconds.products)
+    states = three.footprint
+    assert three.seconds.optimizer == (2 * states.weights + states.gradients + 2 * states.optimizer) / 4.8e12
+    alone = plan_run(_settings({}, gradient_accumulation=3), 1, sheet_of("H200"), purpose="forward")
+    assert alone.tokens == one.tokens
+
+
+def test_a_batch_of_documents_has_the_operations_of_the_longest_that_it_holds() -> None:
+    settings = _settings({"gradient_checkpointing": True}, batch_size=1, packing="documents", max_tokens=500)
+    longnet = LongNetForCausalLM.from_longnet_config(settings.model).train()
+    row = packed([torch.zeros(length, dtype=torch.int64) for length in (211, 211, 78)])
+    batch = {name: tensor if name == "cu_seqlens" else tensor[None] for name, tensor in row.items()}
+    with FlopCounterMode(display=False) as counter:
+        longnet(**batch, skip_logits=True).loss.backward()
+    assert counter.get_total_flops() == step_work(settings).total
+    plan = plan_run(settings, 1, sheet_of("H200"))
+    assert plan.tokens == 500
+    assert plan.model_flops == 3 * sum(map(longnet_flops(settings.model).of_text, (211, 211, 78)))
+    # An evaluation takes rows of the context length.
+    assert plan_run(settings, 1, sheet_of("H200"), purpose="forward").tokens == 211
+    few = dataclasses.replace(settings, max_batch_size=2)
+    assert plan_run(few, 1, sheet_of("H200")).tokens == 2 * 211
+    assert plan_run(few, 1, sheet_of("H200")).footprint.activations < plan.footprint.activations
+
+
+@pytest.mark.slow
+def test_the_longest_text_of_a_run_on_documents_is_that_of_one_row() -> None:
+    settings = _settings({"gradient_checkpointing": True}, batch_size=1)
+    documents = dataclasses.replace(settings, packing="documents", max_tokens=500, max_batch_size=2)
+    memory = 2 * footprint(documents, 1).total
+    assert longest_context(documents, 1, memory) == longest_context(settings, 1, memory) > 500
+
+
+def test_the_longest_text_fits_and_64_tokens_more_do_not() -> None:
+    settings = _settings({"vocab_size": 20011, "gradient_checkpointing": True}, batch_size=1)
+    needed = footprint(dataclasses.replace(settings, context_length=3000), 1).total
+    memory = needed * 100 // 99
+    longest = longest_context(settings, 1, memory)
+    assert longest == 2944 == (3000 - 1) // 64 * 64
+    for length, fits in ((longest, True), (longest + 64, False)):
+        assert (footprint(dataclasses.replace(settings, context_length=length), 1).total < needed) is fits
+    assert longest_context(settings, 1, 1000) == 0
+
+
+def test_processes_that_share_a_sequence_share_its_operations() -> None:
+    sheet = sheet_of("A100 40 GB")
+    alone = plan_run(_settings({}), 1, sheet)
+    shared = plan_run(_settings({"num_heads": 2}, context_parallel=2), 4, sheet)
+    assert shared.tokens == 2 * alone.tokens
+    assert shared.footprint.activations < 0.6 * alone.footprint.activations
+    whole = plan_run(_settings({"num_heads": 2}), 1, sheet)
+    assert shared.computed_flops == 2 * whole.computed_flops
+    assert shared.least_seconds == whole.least_seconds / 2
+    assert whole.least_seconds == whole.computed_flops / 312e12
+    assert whole.model_flops < whole.computed_flops
+
+
+def test_zero_is_planned_without_torchrun_and_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    whole = plan_run(_settings({}), 4, sheet_of("H200")).footprint
+    parts = {
+        stage: plan_run(_settings({}, data_parallel=stage), 4, sheet_of("H200")).footprint for stage in ZERO_STAGES
+    }
+    parameters = whole.weights // 4
+    # Weights of 4 bytes and, for AdamW, a copy and two moments: whole, or a fourth.
+    assert [part.weights for part in parts.values()] == [4 * parameters, 4 * parameters, parameters]
+    assert [part.gradients for part in parts.values()] == [4 * parameters, parameters, parameters]
+    assert [part.optimizer for part in parts.values()] == [3 * parameters] * 3
+
+
+def test_plans_that_cannot_be_are_refused() -> None:
+    for changes, processes, message in (
+        ({}, 0, "a run takes at least 1 process, got 0"),
+        ({"context_parallel": 4}, 6, "context"),
+        ({"precision": "bfloat16"}, 1, r"V100 has no rate of it; take one of float16, float32"),
+    ):
+        with pytest.raises(RunError, match=message):
+            plan_run(_settings({}, **changes), processes, sheet_of("V100"))
+
+
+def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    main(["plan", "--preset", "tiny", "--hardware", "RTX 4090", "--precision", "float32", "--output", str(file)])
+    printed, written = capsys.readouterr().out, json.loads(file.read_text())
+    expected = footprint(dataclasses.replace(PRESETS["tiny"](), precision="float32"), 1)
+    assert written["footprint"] == dataclasses.asdict(expected)
+    assert written["total_bytes"] == expected.total
+    assert "fits, with 23." in printed
