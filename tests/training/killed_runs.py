@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from dilated_attention_pytorch.training.checkpoint import STAGING, checkpoint_st
 from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedMuon
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
+from support.processes import free_port
 from training.compared import furthest
 from training.runs import quiet, weights, write_texts
 from training.spread_runs import small_settings
@@ -128,9 +128,7 @@ def launch(
     if latest_checkpoint(output) is None:
         shutil.rmtree(output, ignore_errors=True)
     reached, reach = _FORK.Pipe(duplex=False)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         _FORK.Process(
             target=_rank, args=(settings, output, rank, size, port, log, reach, note_step, disturb), daemon=True

@@ -118,7 +118,14 @@ def test_eval_measures_a_mixture_on_what_the_run_held_out(world: Path, tmp_path:
         assert len(held_out) < 0.06 * path.stat().st_size
 
 
-@pytest.mark.parametrize("changes", [{"packing": "documents"}, MIXED], ids=["rows", "batches of a mixture"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Both are evaluated on rows.
+        pytest.param({"packing": "documents"}, id="rows", marks=pytest.mark.slow),
+        pytest.param(MIXED, id="batches of a mixture"),
+    ],
+)
 def test_eval_of_a_run_over_documents_reads_each_alone_as_training_does(
     changes: dict[str, Any], world: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,9 @@ def cached(paths: list[Path], folder: Path, tokenizer: Any = BYTES, said: list[s
     return cached_corpus(Sources(paths, "text", None), tokenizer, folder, None if said is None else said.append)
 
 
-@pytest.mark.parametrize("case", ["one file", "two files", "97 files", "a file and records", "one record"])
+@pytest.mark.parametrize(
+    "case", ["one file", "two files", "97 files", "a file and records", "one record", "one character"]
+)
 def test_bytes_in_the_cache_are_those_in_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Pieces that end within lines and between the bytes of a character.
     monkeypatch.setattr(sources_module, "CHUNK_BYTES", 13)
@@ -50,6 +52,8 @@ def test_bytes_in_the_cache_are_those_in_memory(case: str, tmp_path: Path, monke
     if "record" in case:
         texts = ["a text ä", "", "x" * 99] if case == "a file and records" else ["one ä€𝄞" * 31]
         paths.append(write_jsonl(tmp_path / "a.jsonl", texts))
+    if case == "one character":
+        paths.append(write_jsonl(tmp_path / "a.jsonl", ["ä"]))
     expected, found = read_corpus(paths), open_corpus(cached(paths, tmp_path / "cache"))
     assert corpus_figures(found) == corpus_figures(expected)
     assert found.skipped == expected.skipped
@@ -173,7 +177,7 @@ def test_a_cache_that_is_whole_by_now_is_left_as_it_is(tmp_path: Path, monkeypat
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
 
 
-def test_folders_that_killed_processes_left_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+def test_folders_that_killed_processes_left_are_removed_and_those_that_are_written_to_are_not(tmp_path: Path) -> None:
     cache, two_days_ago = tmp_path / "cache", time.time() - 2 * 86400.0
     for name in ("old", "new", "written-to"):
         (cache / f".unfinished-{name}").mkdir(parents=True)
