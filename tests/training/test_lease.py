@@ -123,10 +123,12 @@ def test_a_stopped_process_of_this_machine_keeps_its_lease(tmp_path: Path, monke
     code += "lease.LEASE_SECONDS = 0.2\nwith lease.Lease(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGSTOP)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment()) as holder:
         assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
-        time.sleep(0.5)
-        with pytest.raises(RunError, match=rf"in use: process {holder.pid} on .* end it \(kill {holder.pid} on"):
-            Lease(tmp_path).__enter__()
-        holder.send_signal(signal.SIGCONT)
+        try:
+            time.sleep(0.5)
+            with pytest.raises(RunError, match=rf"in use: process {holder.pid} on .* end it \(kill {holder.pid} on"):
+                Lease(tmp_path).__enter__()
+        finally:
+            holder.send_signal(signal.SIGCONT)
     assert holder.returncode == 0
     assert not any(tmp_path.iterdir())
 

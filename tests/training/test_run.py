@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -208,3 +209,17 @@ def test_a_run_that_diverges_says_so(texts: Path, tmp_path: Path) -> None:
     settings = tiny_settings(texts, optimizer="adamw", learning_rate=1e30, max_grad_norm=1e30, warmup_fraction=0.0)
     with pytest.raises(RunError, match=r"step 2 is not taken: NaN .* no checkpoint was .* lower --learning-rate"):
         train(settings, tmp_path / "run", quiet())
+
+
+def test_a_run_is_checked_in_the_same_order_when_it_begins_and_when_it_is_resumed(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    moments = [entry.name for entry in dataclasses.fields(preflight.TRAINING)]
+    recording = {name: (lambda *subject, name=name: made.append(name),) for name in moments}
+    monkeypatch.setattr(preflight, "TRAINING", dataclasses.replace(preflight.TRAINING, **recording))
+    run = stopped_run(monkeypatch, tiny_settings(texts, steps=4), tmp_path / "run", 2).run
+    begun = list(dict.fromkeys(made))
+    made.clear()
+    resume(run, quiet())
+    assert begun == made == ["launch", "settings", "processes", "machine"]

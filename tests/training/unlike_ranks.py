@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.together import process_rank
@@ -61,7 +62,7 @@ def _be_other_code(monkeypatch: pytest.MonkeyPatch, other: Path) -> None:
 
 
 def _have_other_torch(monkeypatch: pytest.MonkeyPatch, other: Path) -> None:
-    monkeypatch.setattr(training_run, "versions", lambda: {**training_run.machine()["versions"], "torch": "2.0"})
+    monkeypatch.setattr(training_run, "versions", lambda: {**machine()["versions"], "torch": "2.0"})
 
 
 def trials(begin: str, go_on: str) -> Iterator[tuple[str, str, Any]]:

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_flops
-from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.output import write_text
 
 from . import preflight
 from .checkpoint import RESTORE, SETTINGS_NAME, save_finished
-from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .data.sources import in_words
 from .extension_settings import ExtensionSettings
@@ -150,28 +148,23 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             model=model,
         )
         _announce(run, inputs, device)
-        record: dict[str, Any] = {
+        values: dict[str, Any] = {
             "kind": _KIND,
-            "run": opened.run_id,
-            "settings": {**settings.to_dict(), "device": device},
             "own_length": own_length,
             "corpus": corpus_figures(inputs.corpus),
             "bytes_per_token": bytes_per_token,
-            "machine": machine(),
             "measured": {},
         }
-        _measure(run, "before", record)
+        _measure(run, "before", values)
         _replace(model, settings)
-        _measure(run, "replaced", record)
+        _measure(run, "replaced", values)
         assert opened.lease is not None
         opened.lease.check()
         # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
         if inputs.tokenizer is not None:
             inputs.tokenizer.model_max_length = settings.length
-            record["tokenizer"] = sums(output, (Path(name).name for name in inputs.tokenizer.save_pretrained(output)))
-        record["model"] = figures_of(model.config)
-        write_text(output / SETTINGS_NAME, sealed(record))
-        write_text(output / CONFIGURATION_NAME, configuration_text(record["settings"], "extend"))
+            values["tokenizer"] = sums(output, (Path(name).name for name in inputs.tokenizer.save_pretrained(output)))
+        record = opened.write_record("extend", settings, device, **values, model=figures_of(model.config))
         return _go(run, record, device)
 
 

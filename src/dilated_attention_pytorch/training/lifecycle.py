@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.output import check_writable, make_output
+from dilated_attention_pytorch.machine import machine
+from dilated_attention_pytorch.output import check_writable, make_output, write_text
 
 from . import preflight
 from .autocast import computing_dtype
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, Start, checkpoint_step, choose_start, staging_folder
+from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import CORPUS_KEYS
 from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_of
 from .lease import Lease
-from .manifest import read_sealed
+from .manifest import read_sealed, sealed
 from .measures import Work, matrix_product_rate
 from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank
 
@@ -59,6 +61,17 @@ class OpenRun:
     def step(self) -> int:
         """Completed optimizer steps."""
         return 0 if self.start.checkpoint is None else checkpoint_step(self.start.checkpoint)
+
+    def write_record(self, command: str, settings: RunSettings, device: str, **values: Any) -> dict[str, Any]:
+        """Write what identifies the run, for :func:`read_record`, and its settings as a configuration file.
+
+        Returns the record: ``values``, the id of the run, its settings with the chosen device, and the machine.
+        """
+        chosen = {**settings.to_dict(), "device": device}
+        record = {**values, "run": self.run_id, "settings": chosen, "machine": machine()}
+        write_text(self.folder / SETTINGS_NAME, sealed(record))
+        write_text(self.folder / CONFIGURATION_NAME, configuration_text(chosen, command))
+        return record
 
     def say(self, *lines: str) -> None:
         """Print lines verbatim."""

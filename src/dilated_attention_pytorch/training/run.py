@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine, package_digest, package_version, versions
+from dilated_attention_pytorch.machine import package_digest, package_version, versions
 from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
 from .checkpoint import SETTINGS_NAME, save_finished
-from .configuration import CONFIGURATION_NAME, configuration_text
 from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import in_words
@@ -149,17 +148,8 @@ def _begin(settings: TrainSettings, output: Path, console: Console, device: str,
     with begin(output, console) as opened:
 
         def write_record() -> None:
-            record: dict[str, Any] = {
-                "run": opened.run_id,
-                "settings": {**settings.to_dict(), "device": device},
-                "corpus": data.figures,
-                **save_tokenizer(data.tokenizer, output),
-                "processes": num_processes(),
-                "launch": agents,
-                "machine": machine(),
-            }
-            write_text(output / SETTINGS_NAME, sealed(record))
-            write_text(output / CONFIGURATION_NAME, configuration_text(record["settings"], "train"))
+            values = {"corpus": data.figures, "processes": num_processes(), "launch": agents}
+            opened.write_record("train", settings, device, **values, **save_tokenizer(data.tokenizer, output))
             model.config.save_pretrained(output)
 
         in_first(write_record)
