@@ -28,7 +28,15 @@ Group = Literal[
 PACKAGE = Path(__file__).parents[1] / "src" / "dilated_attention_pytorch"
 _ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "planning", "precision.py", "tracing.py")
 _MODELS = (*_ATTENTION, "models", "nn")
-_TRAINING = (*_MODELS, "integrations", "training", "parallel", "estimate", "memory.py")
+_STEPS = tuple(
+    f"estimate/{name}.py"
+    for name in (
+        "attention", "batch_rows", "flops", "live_bytes", "memory", "parallel", "parallel_choice", "step",
+        "workload",
+    )
+)  # fmt: skip
+"""Estimates that a training run reads."""
+_TRAINING = (*_MODELS, "integrations", "training", "parallel", *_STEPS, "memory.py")
 _SELECTION = (
     "selection",
     "estimate/attention.py",
@@ -42,7 +50,7 @@ FOLDERS: dict[Group, tuple[str, ...]] = {
     "triton": (*_ATTENTION, "kernels/triton"),
     "models": _MODELS,
     "training": _TRAINING,
-    "planner": (*_TRAINING, *_SELECTION),
+    "planner": (*_TRAINING, *_SELECTION, "estimate"),
     "parallel": (*_ATTENTION, "parallel", "estimate/parallel.py"),
     "selection": (*_ATTENTION, *_SELECTION),
     "slides": (*_MODELS, "integrations", "slides", "memory.py", "training/autocast.py"),

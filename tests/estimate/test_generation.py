@@ -26,7 +26,6 @@ from dilated_attention_pytorch.estimate.generation import (
     Mark,
     cache_bytes,
     calls_of,
-    mark_of,
     traced_call,
     walk,
 )
@@ -51,6 +50,18 @@ def _settings(pattern: dict[str, Any], **changes: Any) -> TrainSettings:
     model = LongNetConfig(vocab_size=101, embed_dim=32, num_layers=5, num_heads=4, num_kv_heads=2, **pattern)
     given = {"batch_size": 3, "tokenizer": Path("tokens"), "precision": "float32", **changes}
     return dataclasses.replace(PRESETS["tiny"](), model=model, **given)
+
+
+def _mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
+    """Slots before and after a call, if one call before it has stored all earlier tokens."""
+    before, after = {}, {}
+    for pattern in patterns:
+        cache_index = CacheIndex(pattern, num_kv_heads, torch.device("cpu"))
+        stored = cache_index.advance(call.seen).num_slots if call.seen else 0
+        before[pattern] = grown_slots(0, stored, cache_index.max_slots())
+        stored = cache_index.advance(call.num_new).num_slots
+        after[pattern] = grown_slots(before[pattern], stored, cache_index.max_slots())
+    return Mark(call, before, after)
 
 
 @pytest.mark.parametrize("pattern", [DILATED, RULES], ids=["dilated", "rules"])
@@ -206,7 +217,7 @@ def test_a_cache_that_is_begun_holds_the_rows_of_one_that_has_read_them(
     with torch.no_grad():
         if seen:
             model(ids[:, :seen], cache=real)
-        begun.begin(mark_of(patterns, 2, call), 3, torch.zeros(0, 8))
+        begun.begin(_mark_of(patterns, 2, call), 3, torch.zeros(0, 8))
         assert begun.tokens_seen == [seen] * 3
         if seen:
             assert begun.num_bytes == real.num_bytes

@@ -30,8 +30,6 @@ class Exchange(NamedTuple):
     bytes: int
     messages: int
     """Approximate number."""
-    is_behind: bool
-    """Whether it overlaps with the computation of attention."""
 
 
 def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ...]:
@@ -51,7 +49,7 @@ def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ..
         sent = times * of_weights * (sharing_weights - 1) // sharing_weights
         if settings.data_parallel == "fsdp" and settings.tensor_parallel == 1:
             sent = settings.gradient_accumulation * _split_weights(settings.model, sharing_weights)
-        found.append(Exchange("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings), False))
+        found.append(Exchange("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings)))
     if settings.context_parallel > 1:
         found.append(_rows(settings, is_training=True))
     if settings.tensor_parallel > 1:
@@ -113,7 +111,6 @@ def forward_rows(settings: TrainSettings) -> Exchange:
 def _rows(settings: TrainSettings, *, is_training: bool) -> Exchange:
     model, sent, messages = settings.model, 0, 0
     of_pattern: dict[object, Estimate] = {}
-    behind = True
     for layer in range(model.num_layers):
         pattern = model.pattern(layer)
         if pattern not in of_pattern:
@@ -123,9 +120,8 @@ def _rows(settings: TrainSettings, *, is_training: bool) -> Exchange:
         both = zip(one.forward_bytes, one.backward_bytes, strict=True)
         sent += max(forward * there + is_training * back for there, back in both)
         messages += forward * one.messages + is_training * one.backward_messages
-        behind = behind and one.strategy == "ring"
     batches = settings.gradient_accumulation if is_training else 1
-    return Exchange("rows", batches * sent, batches * messages, behind)
+    return Exchange("rows", batches * sent, batches * messages)
 
 
 def _is_taken_again(model: LongNetConfig, layer: int) -> bool:
@@ -141,4 +137,4 @@ def _activations(settings: TrainSettings) -> Exchange:
     sums = 4 * model.num_layers + 2 * again + 1
     of_sum = 2 * rows * model.embed_dim * element * (p - 1) // p
     logits = rows * model.vocab_size * element * (p - 1) // p
-    return Exchange("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1), False)
+    return Exchange("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,52 +58,20 @@ class Mark(NamedTuple):
     after: Mapping[Pattern, int]
 
 
-def mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
-    """Slots before and after a call, if one call before it has stored all earlier tokens.
-
-    Args:
-        patterns: different patterns of the layers.
-        num_kv_heads: key/value heads of a layer.
-        call: the call.
-    """
-    before, after = {}, {}
-    for pattern in patterns:
-        cache_index = CacheIndex(pattern, num_kv_heads, torch.device("cpu"))
-        stored = cache_index.advance(call.seen).num_slots if call.seen else 0
-        before[pattern] = grown_slots(0, stored, cache_index.max_slots())
-        stored = cache_index.advance(call.num_new).num_slots
-        after[pattern] = grown_slots(before[pattern], stored, cache_index.max_slots())
-    return Mark(call, before, after)
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """Allocated slots of a cache through a generation."""
 
     slots: Mapping[Pattern, int]
-    """Slots of a layer under each pattern, allocated at the end."""
-    is_bound: bool
-    """Whether ``slots`` is an upper bound, since there were too many calls to simulate."""
+    """Slots of a layer under each pattern, allocated at the end; an upper bound of thousands of calls."""
     marks: tuple[Mark, ...]
     """Calls that may need the most memory."""
 
 
-@dataclass(slots=True)
-class _Marks:
-    """The call of every kind with the largest storage, and among those the one with the most rows in it."""
-
-    of_kind: dict[str, tuple[tuple[int, int], Mark]] = field(default_factory=dict)
-
-    def note(self, kind: str, rank: tuple[int, int], mark: Mark) -> None:
-        if kind not in self.of_kind or rank >= self.of_kind[kind][0]:
-            self.of_kind[kind] = (rank, mark)
-
-    def all(self) -> tuple[Mark, ...]:
-        return tuple({mark.call: mark for _, mark in self.of_kind.values()}.values())
-
-
 def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: int, chunk: int) -> Walk:
     """Simulate the cache of a generation with integers alone.
+
+    Of the calls of every kind, the one with the largest storage is marked, and among those the one with the most rows
+    in it.
 
     Args:
         patterns: different patterns of the layers.
@@ -114,7 +82,12 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
     slots = dict.fromkeys(patterns, 0)
     if -(-prompt // chunk) + num_new > MOST_CALLS:
         return _bound(cache_indices, prompt, num_new, chunk)
-    marks = _Marks()
+    marks: dict[str, tuple[tuple[int, int], Mark]] = {}
+
+    def note(kind: str, rank: tuple[int, int], mark: Mark) -> None:
+        if kind not in marks or rank >= marks[kind][0]:
+            marks[kind] = (rank, mark)
+
     for call in calls_of(prompt, num_new, chunk):
         before, stored = dict(slots), sum(max(cache_index.rows_per_head) for cache_index in cache_indices.values())
         kept = 0
@@ -125,12 +98,12 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
         is_grown = slots != before
         kind = "token" if call.num_new == 1 else "chunk" if call.num_new == min(chunk, prompt) else "rest"
         rank, mark = (sum(slots.values()), stored), Mark(call, before, dict(slots))
-        marks.note(kind, rank, mark)
+        note(kind, rank, mark)
         if is_grown:
-            marks.note(f"{kind} that grows", rank, mark)
+            note(f"{kind} that grows", rank, mark)
         if kept:
-            marks.note(f"{kind} that drops rows and moves the others", (rank[0], kept), mark)
-    return Walk(slots, is_bound=False, marks=marks.all())
+            note(f"{kind} that drops rows and moves the others", (rank[0], kept), mark)
+    return Walk(slots, tuple({mark.call: mark for _, mark in marks.values()}.values()))
 
 
 def _bound(cache_indices: Mapping[Pattern, CacheIndex], prompt: int, num_new: int, chunk: int) -> Walk:
@@ -142,7 +115,7 @@ def _bound(cache_indices: Mapping[Pattern, CacheIndex], prompt: int, num_new: in
     marks = [Mark(Call(max(0, prompt - chunk), min(chunk, prompt)), most, most)]
     if num_new > 1:
         marks.append(Mark(Call(tokens - 1, 1), most, most))
-    return Walk(most, is_bound=True, marks=tuple(marks))
+    return Walk(most, tuple(marks))
 
 
 class _RealCacheIndex(CacheIndex):
@@ -248,11 +221,6 @@ class Generation:
         for name, value in dataclasses.asdict(self).items():
             if value < 1:
                 raise RunError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the cache has seen at the end."""
-        return self.prompt + self.new_tokens - 1
 
     def walk(self, settings: TrainSettings) -> Walk:
         """Slots of the cache through the generation."""

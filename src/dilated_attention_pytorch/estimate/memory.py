@@ -180,42 +180,50 @@ def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
     computed. In a step of several batches, all gradients are alive from the second one on. Not counted: memory of
     libraries (about 0.1 GB more after the first step than before) and freed pages that the allocator retains.
     """
-    own, exchanged = _own_rows(settings), _exchanged_bytes(settings)
-    attention, tensor = _attention_bytes(own), settings.tensor_parallel
+    own, exchanged, tensor = _own_rows(settings), _exchanged_bytes(settings), settings.tensor_parallel
+    attention = _attention_bytes(own)
     is_sharded = settings.data_parallel == "fsdp" and num_processes > 1
-    states, stepping = optimizer_bytes(own, is_split=is_sharded or tensor > 1)
-    weights = _FLOAT32 * settings.model.num_parameters
     ranks = num_processes if is_sharded else tensor
+    states, stepping = optimizer_bytes(own, is_split=ranks > 1)
     gathered = _gathered_bytes(settings.model) // tensor if is_sharded else 0
-    # LayerNorms between the modules that tensor parallelism splits are whole in every process.
-    norms = _FLOAT32 * (4 * settings.model.num_layers + 2) * settings.model.embed_dim if tensor > 1 else 0
-    of_passes = []
+    weights = _FLOAT32 * settings.model.num_parameters
+    found = [
+        {
+            "weights": weights // ranks,
+            "gradients": weights // ranks,
+            "optimizer": states // ranks,
+            "temporaries": stepping if settings.optimizer == "muon" else stepping // ranks,
+        }
+    ]
     for moment in moments(own):
-        parts = parts_of(moment)
+        parts = parts_of(moment) | {"optimizer": states // ranks}
         if moment.attention is not None:
-            temporary = attention.get(moment.attention, 0) // tensor
-            parts |= {"attention": temporary, "exchange": exchanged}
-        parts["optimizer"] = states // ranks
-        parts["weights"] = parts["weights"] // ranks + gathered + norms
-        whole = min(parts["gradients"], gathered)
-        parts["gradients"] = (parts["gradients"] - whole) // ranks + whole
-        for name in ("activations", "temporaries"):
-            # Of what tensor parallelism splits, about half is between the split modules, and whole in every process.
-            parts[name] = (parts[name] + parts[name] // tensor) // 2
-        of_passes.append(parts)
-    step = {
-        "weights": weights // ranks,
-        "gradients": weights // ranks,
-        "optimizer": states // ranks,
-        "temporaries": stepping if settings.optimizer == "muon" else stepping // ranks,
-        "activations": 0,
-    }
-    found = peak([*of_passes, step])
+            parts |= {"attention": attention.get(moment.attention, 0) // tensor, "exchange": exchanged}
+        found.append(_split(parts, settings.model, gathered, tensor=tensor, ranks=ranks))
+    highest = peak(found)
     if settings.data_parallel == "ddp":
         # DDP has a copy of all gradients in its buckets.
         is_spread = num_processes > tensor
-        return dataclasses.replace(found, exchange=found.exchange + is_spread * found.weights)
-    return found if settings.data_parallel == "fsdp" else _with_zero(found, settings, num_processes)
+        return dataclasses.replace(highest, exchange=highest.exchange + is_spread * highest.weights)
+    return highest if settings.data_parallel == "fsdp" else _with_zero(highest, settings, num_processes)
+
+
+def _split(parts: dict[str, int], model: LongNetConfig, gathered: int, *, tensor: int, ranks: int) -> dict[str, int]:
+    """Bytes of one of ``ranks`` processes that split the weights, ``tensor`` of which split matrices and heads.
+
+    ``gathered`` bytes of weights and of gradients are whole.
+
+    Under tensor parallelism the LayerNorms between the modules that are split are whole in every process, and about
+    half of the activations: those between these modules.
+    """
+    norms = _FLOAT32 * (4 * model.num_layers + 2) * model.embed_dim if tensor > 1 else 0
+    whole = min(parts["gradients"], gathered)
+    return parts | {
+        "weights": parts["weights"] // ranks + gathered + norms,
+        "gradients": (parts["gradients"] - whole) // ranks + whole,
+        "activations": (parts["activations"] + parts["activations"] // tensor) // 2,
+        "temporaries": (parts["temporaries"] + parts["temporaries"] // tensor) // 2,
+    }
 
 
 def _gathered_bytes(model: LongNetConfig) -> int:
