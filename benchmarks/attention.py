@@ -102,7 +102,7 @@ def gate(inputs: Operands, dtype: DtypeName, *, is_causal: bool) -> dict[str, fl
     out = attend(*inputs, case.pattern, is_causal=is_causal)
     verdict = judge(case, "pattern", samples, inputs, out, grad, torch.autograd.grad(out, inputs, grad))
     if not verdict.passes:
-        raise SystemExit(f"not timed, because it is wrong: {case.name}: {verdict.in_words()}")
+        raise SystemExit(f"not timed, because it is wrong: {case.name}: {verdict.describe()}")
     return verdict.errors
 
 

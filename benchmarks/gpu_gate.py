@@ -72,7 +72,7 @@ def check(case: Case, contestant: Contestant, device: torch.device) -> tuple[flo
             verdict = judge(case, contestant.computes, samples, operands, out.detach(), grad_out, grads)
             used = max([used, *(error / verdict.allowed for error in verdict.errors.values())])
             if not verdict.passes:
-                wrong.append(f"{case.name}, layout {turn}: {verdict.in_words()}")
+                wrong.append(f"{case.name}, layout {turn}: {verdict.describe()}")
     return used, wrong
 
 

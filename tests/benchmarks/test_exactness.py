@@ -49,7 +49,7 @@ def test_the_oracle_of_the_tests_passes_whatever_the_case(data: st.DataObject) -
         mode=data.draw(st.sampled_from(["forward", "forward_backward"])),
     )
     judged = verdict(case, oracle)
-    assert judged.passes, judged.in_words()
+    assert judged.passes, judged.describe()
     assert max(judged.errors.values()) < 1e-13
 
 
@@ -57,7 +57,7 @@ def test_the_oracle_of_the_tests_passes_whatever_the_case(data: st.DataObject) -
 @pytest.mark.parametrize("causal", [False, True])
 def test_ours_passes_in_every_dtype(dtype: str, causal: bool) -> None:
     judged = verdict(small_case(dtype=dtype, causal=causal, rows=257), ours)
-    assert judged.passes, judged.in_words()
+    assert judged.passes, judged.describe()
 
 
 def test_a_decoding_step_is_held_against_the_last_row() -> None:
@@ -149,7 +149,7 @@ def test_what_is_wrong_in_a_gradient_alone_is_rejected(name: str) -> None:
     judged = verdict(small_case(dtype="float32"), GRADIENTS[name])
     assert judged.errors["out"] <= judged.allowed
     assert not judged.passes
-    assert "grad_" in judged.in_words()
+    assert "grad_" in judged.describe()
 
 
 def test_dense_attention_is_right_as_dense_attention_only() -> None:

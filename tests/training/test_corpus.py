@@ -13,7 +13,7 @@ from dilated_attention_pytorch import memory
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus
 from dilated_attention_pytorch.training.data import sources
-from dilated_attention_pytorch.training.data.sources import in_words, standard_library
+from dilated_attention_pytorch.training.data.sources import describe_skipped, standard_library
 
 
 def _texts(folder: Path, count: int) -> Path:
@@ -102,7 +102,7 @@ def test_pipes_empty_files_and_broken_links_are_left_out_and_said_and_nothing_wa
     (tmp_path / "log.txt").touch()
     corpus = read_corpus([tmp_path])
     assert corpus.skipped == {"no regular files": 2, "empty": 1}
-    assert in_words(corpus.skipped, "; left out: ") == "; left out: 2 no regular files, 1 empty"
+    assert describe_skipped(corpus.skipped, "; left out: ") == "; left out: 2 no regular files, 1 empty"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has /proc")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dilated_attention_pytorch.errors import RunError
 
-from .report import in_words
+from .report import duration
 from .results import FORMAT, Row, quartiles
 
 FLOOR = 0.05
@@ -166,8 +166,8 @@ def compare(earlier: Earlier, rows: Sequence[Row], machine: Mapping[str, Any], c
         table.add_row(
             move.name,
             move.contestant,
-            in_words(move.before),
-            in_words(move.after),
+            duration(move.before),
+            duration(move.after),
             f"[{color}]{move.change:+.0%}[/]",
             f"{move.noise / move.before:.0%}",
         )

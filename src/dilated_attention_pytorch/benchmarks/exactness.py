@@ -50,7 +50,7 @@ class Verdict:
         as_a_whole = all(error <= self.allowed for error in self.errors.values())
         return as_a_whole and all(error <= self.allowed_of_elements for error in self.worst_elements.values())
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The largest error, for a table."""
         name = max(self.errors, key=lambda key: _nan_last(self.errors[key]))
         element = max(self.worst_elements, key=lambda key: _nan_last(self.worst_elements[key]))

@@ -229,5 +229,5 @@ def _passes_gate(row: Row, contestant: Contestant, attention: Attention, operand
     verdict = judge(case, row.computes, samples, operands, out, grad, grads or None)
     row.errors = verdict.errors
     if not verdict.passes:
-        row.status, row.reason = "wrong", verdict.in_words()
+        row.status, row.reason = "wrong", verdict.describe()
     return verdict.passes

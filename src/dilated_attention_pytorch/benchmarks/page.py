@@ -16,7 +16,7 @@ from typing import Any
 from dilated_attention_pytorch.terminal import plain_console
 
 from .plots import write_plots
-from .report import in_words, print_absences
+from .report import duration, print_absences
 from .results import Row
 
 PAGE_NAME = "page.md"
@@ -69,10 +69,10 @@ def _lines(values: Mapping[str, Any], rows: Sequence[Row], pictures: Sequence[Pa
             "|--:|---|--:|--:|--:|--:|--:|",
         ]
         for row in sorted(of_series, key=lambda row: row.case.rows):
-            launch = "" if row.host_seconds is None else in_words(row.host_seconds) + ("" if row.is_hidden else " !")
+            launch = "" if row.host_seconds is None else duration(row.host_seconds) + ("" if row.is_hidden else " !")
             who = row.contestant + (" (all pairs)" if row.computes == "dense" else "")
             rate, error = f"{row.flops / row.seconds / 1e12:.3g}", f"{max(row.errors.values()):.0e}"
-            cells = (f"{row.case.rows:,}", who, in_words(row.seconds), launch, rate, f"{row.of_limit:.0%}", error)
+            cells = (f"{row.case.rows:,}", who, duration(row.seconds), launch, rate, f"{row.of_limit:.0%}", error)
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     if any(row.status != "timed" for row in rows):

@@ -44,7 +44,7 @@ def print_series(rows: Sequence[Row], console: Console) -> None:
         table.add_row(
             f"{row.case.rows:,}" if row.case.rows != before else "",
             row.contestant + (" (all pairs)" if row.computes == "dense" else ""),
-            in_words(row.seconds),
+            duration(row.seconds),
             f"{row.spread / row.seconds:.0%}",
             _launch(row),
             f"{row.seconds / min(ours):.2f}" if ours else "",
@@ -90,7 +90,7 @@ def _launch(row: Row) -> str:
     """Host time of a launch on a GPU, marked if the time next to it includes waiting for it."""
     if row.host_seconds is None:
         return ""
-    return in_words(row.host_seconds) + ("" if row.is_hidden else " !")
+    return duration(row.host_seconds) + ("" if row.is_hidden else " !")
 
 
 def _transient(row: Row) -> str:
@@ -102,7 +102,7 @@ def _transient(row: Row) -> str:
     return "" if case.mode == "decode" else f"{row.transient_bytes / query:.2f}"
 
 
-def in_words(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format a time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:

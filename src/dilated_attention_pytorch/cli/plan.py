@@ -262,7 +262,7 @@ class Plan(TrainSettings):
             ]
             say("what would help most:" if helping else "no change that was tried would help")
             for one in helping:
-                say(f"  {one.in_words()}")
+                say(f"  {one.describe()}")
         return solved
 
     def _plan_pretrained(self, path: Path) -> None:

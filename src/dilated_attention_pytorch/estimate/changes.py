@@ -28,7 +28,7 @@ class Change(NamedTuple):
     processes: int
     plan: RunPlan
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The effect as a sentence."""
         from dilated_attention_pytorch.memory import in_bytes
 

@@ -102,7 +102,7 @@ class Footprint:
         """Memory that grows with the batch."""
         return self.activations + self.loss + self.temporaries + self.attention + self.exchange + self.cache
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The categories, for a message."""
         copy = f"{in_bytes(self.checkpoint)} copy for a checkpoint, " if self.checkpoint else ""
         return f"({in_bytes(self.states)} weights with optimizer, {copy}{in_bytes(self.of_batch)} activations)"
@@ -353,7 +353,7 @@ def _check(least: Footprint, device: str, *, batch: str, model: str) -> None:
     check_memory(
         least.total + least.checkpoint // sharing,
         where,
-        what=f"the run {least.in_words()}",
+        what=f"the run {least.describe()}",
         remedy=remedy,
         sharing=sharing,
     )

@@ -292,7 +292,7 @@ class Start:
                 "a file system that all hosts of the run share"
             )
 
-    def in_words(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """One line per skipped checkpoint."""
         for name, reason in self.left.items():
             assert self.checkpoint is not None

@@ -107,7 +107,7 @@ class Distribution:
             context = self.mesh["ring"] if settings.heads_parallel == 1 else self.mesh["ring", "heads"]
             self.attention = ContextAttention(context, *_cheapest(settings, context))
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Description to append to the number of devices; empty for a single process."""
         if self.mesh is None:
             return ""

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.output import write_text
 from . import preflight
 from .checkpoint import RESTORE, SETTINGS_NAME, save_finished
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
-from .data.sources import in_words
+from .data.sources import describe_skipped
 from .extension_settings import ExtensionSettings
 from .lifecycle import OpenRun, begin, check_same_corpus, find_run, open_for_resume, read_record, train_to_the_end
 from .manifest import sealed, sums, verify_sums
@@ -267,7 +267,7 @@ def _announce(run: _Run, inputs: _Inputs, device: str) -> None:
     tokens = "bytes" if inputs.tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
     run.opened.say(
-        f"text: {text}, read as {tokens}{in_words(inputs.corpus.skipped, '; left out: ')}",
+        f"text: {text}, read as {tokens}{describe_skipped(inputs.corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
         f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
         f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",

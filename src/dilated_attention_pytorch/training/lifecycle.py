@@ -270,7 +270,7 @@ def train_to_the_end(
     with _noting_failure(run, trainer):
         if trainer.is_world_process_zero():
             trainer.checkpoints.check_lease()
-            run.say(*run.start.in_words())
+            run.say(*run.start.describe())
             if run.start.checkpoint is not None:
                 run.say(f"going on after step {run.step} of {args.max_steps:,}")
             trainer.add_callback(

@@ -24,7 +24,7 @@ from . import preflight
 from .checkpoint import SETTINGS_NAME, save_finished
 from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
-from .data.sources import in_words
+from .data.sources import describe_skipped
 from .float8 import convert_to_float8
 from .lifecycle import (
     Found,
@@ -287,7 +287,7 @@ def _go(run: _Run) -> Outcome:
     )
     xz = xz_bits_per_byte(evaluation.predicted())
     if trainer.is_world_process_zero():
-        _announce(run, trainer, evaluation, run.data.in_words(training, windows_per_step), xz)
+        _announce(run, trainer, evaluation, run.data.describe(training, windows_per_step), xz)
     if distribution.rows_rank:
         # Dropout differs between rows; processes that hold the same rows draw the same.
         # A CPU's generator takes 32 bits of the seed: the sum of both would be the same one for all.
@@ -312,9 +312,9 @@ def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, traini
     settings, text = run.settings, corpus_in_words(run.settings.data, run.data.figures)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
-    spread = trainer.distribution.in_words()
+    spread = trainer.distribution.describe()
     run.opened.say(
-        f"text: {text}{in_words(run.data.skipped, '; left out: ')}",
+        f"text: {text}{describe_skipped(run.data.skipped, '; left out: ')}",
         f"model: {parameters:,} parameters, context {settings.context_length:,} {run.data.unit}, "
         f"{settings.model.pattern_in_words}",
         f"run: {settings.steps:,} steps, {training}, {settings.optimizer}, {settings.precision} on "

@@ -80,7 +80,7 @@ class StagedBatches(Dataset[Window]):
         """Number of tokens in the first ``step`` optimizer steps."""
         return self.stages.tokens_after(step) * self.batches_per_step
 
-    def in_words(self, unit: str) -> str:
+    def describe(self, unit: str) -> str:
         """Description of the tokens (called ``unit``) per step and of the window lengths."""
         firsts = (0, *self.stages.ends)
         parts = [

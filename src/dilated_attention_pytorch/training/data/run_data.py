@@ -243,11 +243,11 @@ class RunData:
             flops_after=lambda step: after(step)[1],
         )
 
-    def in_words(self, training: Any, samples_per_step: int) -> str:
+    def describe(self, training: Any, samples_per_step: int) -> str:
         """Description of the tokens per step."""
         first = training.members[0] if isinstance(training, Mixture) else training
         if isinstance(first, StagedBatches):
-            return first.in_words(self.unit)
+            return first.describe(self.unit)
         most = f"at most {self.settings.max_tokens * samples_per_step:,}"
         number = most if self.settings.max_tokens else f"{self.settings.context_length * samples_per_step:,}"
         return f"each of {number} {self.unit} of whole documents"

@@ -170,12 +170,12 @@ class Sources:
                     num_bytes += size
                 if self._progress.is_due():
                     words = f"{len(self._sources):,} files of text, {in_bytes(num_bytes)}, now in {parent}"
-                    self._progress.tell(f"reading --data: {words}{in_words(self.skipped, '; left out: ')}")
+                    self._progress.tell(f"reading --data: {words}{describe_skipped(self.skipped, '; left out: ')}")
         if len(self._sources) == before:
             looked_at = self.skipped.total() - skipped
             raise RunError(
                 f"--data: the folder {folder} holds no text file ({looked_at} files were looked at"
-                f"{in_words(self.skipped, ': ')}); name a folder with UTF-8 text files in it"
+                f"{describe_skipped(self.skipped, ': ')}); name a folder with UTF-8 text files in it"
             )
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
@@ -269,7 +269,7 @@ def parts_of(data: Sequence[Path], *, is_mixture: bool) -> list[tuple[Path, ...]
     return [(path,) for path in data] if is_mixture else [tuple(data)]
 
 
-def in_words(skipped: Counter[str], before: str) -> str:
+def describe_skipped(skipped: Counter[str], before: str) -> str:
     """The skipped files by reason, after the prefix ``before``; empty if there are none."""
     return before + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) if skipped else ""
 
