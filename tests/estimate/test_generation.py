@@ -22,8 +22,8 @@ from dilated_attention_pytorch.estimate.attention import operator_bytes
 from dilated_attention_pytorch.estimate.generation import (
     MOST_CALLS,
     BegunCache,
-    Call,
-    Mark,
+    CacheCall,
+    CacheMoment,
     cache_bytes,
     calls_of,
     traced_call,
@@ -52,7 +52,7 @@ def _settings(pattern: dict[str, Any], **changes: Any) -> TrainSettings:
     return dataclasses.replace(PRESETS["tiny"](), model=model, **given)
 
 
-def _mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark:
+def _mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: CacheCall) -> CacheMoment:
     """Slots before and after a call, if one call before it has stored all earlier tokens."""
     before, after = {}, {}
     for pattern in patterns:
@@ -61,7 +61,7 @@ def _mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: Call) -> Mark
         before[pattern] = grown_slots(0, stored, cache_index.max_slots())
         stored = cache_index.advance(call.num_new).num_slots
         after[pattern] = grown_slots(before[pattern], stored, cache_index.max_slots())
-    return Mark(call, before, after)
+    return CacheMoment(call, before, after)
 
 
 @pytest.mark.parametrize("pattern", [DILATED, RULES], ids=["dilated", "rules"])
@@ -106,9 +106,9 @@ def test_no_call_of_a_generation_takes_more_than_those_that_are_looked_at(
         before = dict(slots)
         for one, cache_index in cache_indices.items():
             slots[one] = grown_slots(slots[one], cache_index.advance(call.num_new).num_slots, cache_index.max_slots())
-        every.append(Mark(call, before, dict(slots)))
+        every.append(CacheMoment(call, before, dict(slots)))
 
-    def most(marks: Sequence[Mark]) -> int:
+    def most(marks: Sequence[CacheMoment]) -> int:
         return max(sum(each.counts) for mark in marks for each in traced_call(model, mark, 3, torch.float32))
 
     assert most(walk(patterns, 2, prompt, 3, chunk).marks) == most(every)
@@ -212,7 +212,7 @@ def test_a_cache_that_is_begun_holds_the_rows_of_one_that_has_read_them(
 ) -> None:
     config = dataclasses.replace(_settings(pattern).model, num_layers=7)
     model, real, begun = LongNetLM(config).eval(), LongNetCache(config), BegunCache(config)
-    patterns, call = tuple(dict.fromkeys(config.different_patterns)), Call(seen, num_new)
+    patterns, call = tuple(dict.fromkeys(config.different_patterns)), CacheCall(seen, num_new)
     ids = torch.randint(config.vocab_size, (3, seen + num_new), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         if seen:

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, pub
 from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
-from dilated_attention_pytorch.training.measures import Work
+from dilated_attention_pytorch.training.measures import WorkDone
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from training.broken_runs import break_at
 from training.runs import quiet, stop_after, tiny_settings, weights
@@ -259,14 +259,14 @@ def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
 def test_a_batch_that_is_left_out_is_no_part_of_the_tokens_a_second(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates, worked = Work.rates, []
+    rates, worked = WorkDone.rates, []
 
-    def note_tokens(self: Work, first: int, last: int, *given: float) -> dict[str, float]:
+    def note_tokens(self: WorkDone, first: int, last: int, *given: float) -> dict[str, float]:
         worked.append((last, self.tokens_after(last) - self.tokens_after(first)))
         return rates(self, first, last, *given)
 
     left_out(monkeypatch, 7)
-    monkeypatch.setattr(Work, "rates", note_tokens)
+    monkeypatch.setattr(WorkDone, "rates", note_tokens)
     train(small(texts, log_steps=3), tmp_path / "run", quiet())
     # A step has two windows of 256 bytes; the time of the evaluation after step 5 is no part of the next entry.
     assert worked == [(3, 3 * 512), (6, 512), (9, 2 * 512)]

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from dilated_attention_pytorch.training import together, train
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
-from dilated_attention_pytorch.training.process import Launch, Mark, launch_record
+from dilated_attention_pytorch.training.process import Launch, ProcessId, launch_record
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
 from training.runs import quiet, tiny_settings, weights, write_texts
 
@@ -103,7 +103,7 @@ def test_any_error_of_a_call_in_a_thread_is_raised_at_once_where_it_is_awaited()
 
 
 def test_a_launch_knows_the_runs_that_it_began_and_no_others() -> None:
-    agent, other = Mark("node1", 7, "place", "100"), Mark("node2", 7, "elsewhere", "200")
+    agent, other = ProcessId("node1", 7, "place", "100"), ProcessId("node2", 7, "elsewhere", "200")
     record = launch_record([Launch("none", agent), Launch("none", agent), Launch("none", other)])
     assert record == {"name": "none", "agents": [agent.to_dict(), other.to_dict()]}
     assert Launch("none", agent).is_in(record)

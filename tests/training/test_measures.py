@@ -18,7 +18,7 @@ from dilated_attention_pytorch.integrations import set_pattern
 from dilated_attention_pytorch.training import resume, train
 from dilated_attention_pytorch.training.callbacks import Metrics, read_metrics
 from dilated_attention_pytorch.training.faults import cost_of_faults, note_fault
-from dilated_attention_pytorch.training.measures import Work, matrix_product_rate, peak_memory
+from dilated_attention_pytorch.training.measures import WorkDone, matrix_product_rate, peak_memory
 from dilated_attention_pytorch.training.stages import Stages
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
 
@@ -79,14 +79,16 @@ def test_a_pretrained_model_is_counted_as_pytorch_counts_it_at_any_length() -> N
 
 
 def test_rates_are_those_of_the_steps_between() -> None:
-    work = Work(tokens_after=(100).__mul__, bytes_after=lambda step: 450.0 * step, flops_after=(10**9).__mul__)
+    work = WorkDone(tokens_after=(100).__mul__, bytes_after=lambda step: 450.0 * step, flops_after=(10**9).__mul__)
     assert work.rates(3, 7, 2.0, 8e9) == {"tokens_per_second": 200, "bytes_per_second": 900, "mfu": 0.25}
 
 
 def test_steps_without_their_batches_are_no_work() -> None:
     amounts = [0, 3, 7, 20, 110, 1000]  # of steps that differ, as those of documents do
     sums = [sum(amounts[: done + 1]) for done in range(len(amounts))]
-    whole = Work(tokens_after=sums.__getitem__, bytes_after=lambda done: 4.5 * sums[done], flops_after=sums.__getitem__)
+    whole = WorkDone(
+        tokens_after=sums.__getitem__, bytes_after=lambda done: 4.5 * sums[done], flops_after=sums.__getitem__
+    )
     work = whole.without({2, 4})
     assert [work.tokens_after(done) for done in range(6)] == [0, 3, 3, 23, 23, 1023]
     assert work.rates(1, 4, 2.0, 5.0) == {"tokens_per_second": 10, "bytes_per_second": 45, "mfu": 2.0}
@@ -120,7 +122,7 @@ def test_every_entry_of_the_loss_says_how_fast_how_much_memory_and_how_often(tmp
 
 def test_a_log_that_is_taken_up_has_no_step_twice(tmp_path: Path) -> None:
     def take_up(step: int) -> list[float]:
-        work = Work(tokens_after=int, bytes_after=float, flops_after=int)
+        work = WorkDone(tokens_after=int, bytes_after=float, flops_after=int)
         Metrics(tmp_path, step, work=work, device=torch.device("cpu"), matrix_product_flops=1e9, trackers=())
         return [entry["step"] for entry in read_metrics(tmp_path)]
 

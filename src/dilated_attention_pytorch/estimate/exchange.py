@@ -22,7 +22,7 @@ processes is a reduce-scatter and an all-gather. With ddp it follows the last ba
 every batch. Split weights are gathered in each pass. For fsdp see :func:`_split_weights`."""
 
 
-class Exchange(NamedTuple):
+class SentBytes(NamedTuple):
     """Traffic of one kind in a step, of the process that sends most."""
 
     name: str
@@ -32,7 +32,7 @@ class Exchange(NamedTuple):
     """Approximate number."""
 
 
-def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ...]:
+def exchanges(settings: TrainSettings, num_processes: int) -> tuple[SentBytes, ...]:
     """Traffic of a step: gradients of weights that several processes hold, rows of a sequence, parts of matrices.
 
     Rows are counted exactly, from the pattern, by :func:`parallel.plan_parallel`. Sums over p processes are counted as
@@ -49,7 +49,7 @@ def exchanges(settings: TrainSettings, num_processes: int) -> tuple[Exchange, ..
         sent = times * of_weights * (sharing_weights - 1) // sharing_weights
         if settings.data_parallel == "fsdp" and settings.tensor_parallel == 1:
             sent = settings.gradient_accumulation * _split_weights(settings.model, sharing_weights)
-        found.append(Exchange("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings)))
+        found.append(SentBytes("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings)))
     if settings.context_parallel > 1:
         found.append(_rows(settings, is_training=True))
     if settings.tensor_parallel > 1:
@@ -103,12 +103,12 @@ def estimate_of(settings: TrainSettings, layer: int) -> Estimate:
     )
 
 
-def forward_rows(settings: TrainSettings) -> Exchange:
+def forward_rows(settings: TrainSettings) -> SentBytes:
     """Rows that processes of a shared sequence send in a forward pass."""
     return _rows(settings, is_training=False)
 
 
-def _rows(settings: TrainSettings, *, is_training: bool) -> Exchange:
+def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
     model, sent, messages = settings.model, 0, 0
     of_pattern: dict[object, Estimate] = {}
     for layer in range(model.num_layers):
@@ -121,14 +121,14 @@ def _rows(settings: TrainSettings, *, is_training: bool) -> Exchange:
         sent += max(forward * there + is_training * back for there, back in both)
         messages += forward * one.messages + is_training * one.backward_messages
     batches = settings.gradient_accumulation if is_training else 1
-    return Exchange("rows", batches * sent, batches * messages)
+    return SentBytes("rows", batches * sent, batches * messages)
 
 
 def _is_taken_again(model: LongNetConfig, layer: int) -> bool:
     return model.gradient_checkpointing and model.is_recomputed(layer)
 
 
-def _activations(settings: TrainSettings) -> Exchange:
+def _activations(settings: TrainSettings) -> SentBytes:
     """Sums over the tensor-parallel processes: two of the model's width per block and pass, and the logits."""
     model, p = settings.model, settings.tensor_parallel
     rows, batches = rows_of_batch(settings, settings.context_parallel), settings.gradient_accumulation
@@ -137,4 +137,4 @@ def _activations(settings: TrainSettings) -> Exchange:
     sums = 4 * model.num_layers + 2 * again + 1
     of_sum = 2 * rows * model.embed_dim * element * (p - 1) // p
     logits = rows * model.vocab_size * element * (p - 1) // p
-    return Exchange("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1))
+    return SentBytes("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1))

@@ -30,7 +30,7 @@ MOST_CALLS = 4096
 """Number of calls simulated one by one; for longer generations, only the last ones, with a full storage."""
 
 
-class Call(NamedTuple):
+class CacheCall(NamedTuple):
     """One call of the model with a cache."""
 
     seen: int
@@ -38,36 +38,36 @@ class Call(NamedTuple):
     num_new: int
 
 
-def calls_of(prompt: int, num_new: int, chunk: int) -> Iterator[Call]:
+def calls_of(prompt: int, num_new: int, chunk: int) -> Iterator[CacheCall]:
     """The calls of a generation: the prompt in chunks, then every new token but the last, which nothing reads.
 
     >>> [call.num_new for call in calls_of(10, 3, 4)]
     [4, 4, 2, 1, 1]
     """
     for start in range(0, prompt, chunk):
-        yield Call(start, min(chunk, prompt - start))
+        yield CacheCall(start, min(chunk, prompt - start))
     for token in range(num_new - 1):
-        yield Call(prompt + token, 1)
+        yield CacheCall(prompt + token, 1)
 
 
-class Mark(NamedTuple):
+class CacheMoment(NamedTuple):
     """A call that may need the most memory, with a layer's slots under every pattern before and after it."""
 
-    call: Call
+    call: CacheCall
     before: Mapping[Pattern, int]
     after: Mapping[Pattern, int]
 
 
-class Walk(NamedTuple):
+class CacheWalk(NamedTuple):
     """Allocated slots of a cache through a generation."""
 
     slots: Mapping[Pattern, int]
     """Slots of a layer under each pattern, allocated at the end; an upper bound of thousands of calls."""
-    marks: tuple[Mark, ...]
+    marks: tuple[CacheMoment, ...]
     """Calls that may need the most memory."""
 
 
-def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: int, chunk: int) -> Walk:
+def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: int, chunk: int) -> CacheWalk:
     """Simulate the cache of a generation with integers alone.
 
     Of the calls of every kind, the one with the largest storage is marked, and among those the one with the most rows
@@ -82,9 +82,9 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
     slots = dict.fromkeys(patterns, 0)
     if -(-prompt // chunk) + num_new > MOST_CALLS:
         return _bound(cache_indices, prompt, num_new, chunk)
-    marks: dict[str, tuple[tuple[int, int], Mark]] = {}
+    marks: dict[str, tuple[tuple[int, int], CacheMoment]] = {}
 
-    def note(kind: str, rank: tuple[int, int], mark: Mark) -> None:
+    def note(kind: str, rank: tuple[int, int], mark: CacheMoment) -> None:
         if kind not in marks or rank >= marks[kind][0]:
             marks[kind] = (rank, mark)
 
@@ -97,25 +97,25 @@ def walk(patterns: Sequence[Pattern], num_kv_heads: int, prompt: int, num_new: i
             slots[pattern] = grown_slots(slots[pattern], step.num_slots, cache_index.max_slots())
         is_grown = slots != before
         kind = "token" if call.num_new == 1 else "chunk" if call.num_new == min(chunk, prompt) else "rest"
-        rank, mark = (sum(slots.values()), stored), Mark(call, before, dict(slots))
+        rank, mark = (sum(slots.values()), stored), CacheMoment(call, before, dict(slots))
         note(kind, rank, mark)
         if is_grown:
             note(f"{kind} that grows", rank, mark)
         if kept:
             note(f"{kind} that drops rows and moves the others", (rank[0], kept), mark)
-    return Walk(slots, tuple({mark.call: mark for _, mark in marks.values()}.values()))
+    return CacheWalk(slots, tuple({mark.call: mark for _, mark in marks.values()}.values()))
 
 
-def _bound(cache_indices: Mapping[Pattern, CacheIndex], prompt: int, num_new: int, chunk: int) -> Walk:
+def _bound(cache_indices: Mapping[Pattern, CacheIndex], prompt: int, num_new: int, chunk: int) -> CacheWalk:
     """Upper bound for a long text: storages are full, or hold 1.5 times as many rows as there are tokens."""
     tokens = prompt + num_new - 1
     most = {
         pattern: min(cache_index.max_slots(), tokens + tokens // 2) for pattern, cache_index in cache_indices.items()
     }
-    marks = [Mark(Call(max(0, prompt - chunk), min(chunk, prompt)), most, most)]
+    marks = [CacheMoment(CacheCall(max(0, prompt - chunk), min(chunk, prompt)), most, most)]
     if num_new > 1:
-        marks.append(Mark(Call(tokens - 1, 1), most, most))
-    return Walk(most, tuple(marks))
+        marks.append(CacheMoment(CacheCall(tokens - 1, 1), most, most))
+    return CacheWalk(most, tuple(marks))
 
 
 class _RealCacheIndex(CacheIndex):
@@ -129,7 +129,7 @@ class _RealCacheIndex(CacheIndex):
 class BegunCache(LongNetCache):
     """A cache in the state before a call, without the calls that lead to it."""
 
-    def begin(self, mark: Mark, batch_size: int, like: Tensor) -> None:
+    def begin(self, mark: CacheMoment, batch_size: int, like: Tensor) -> None:
         """Fill every layer's storage with zeros, with as many slots as it has before the call.
 
         Args:
@@ -159,7 +159,7 @@ class BegunCache(LongNetCache):
 
 
 def traced_call(
-    config: LongNetConfig, mark: Mark, batch_size: int, dtype: torch.dtype, *, is_fake: bool = True
+    config: LongNetConfig, mark: CacheMoment, batch_size: int, dtype: torch.dtype, *, is_fake: bool = True
 ) -> list[Moment]:
     """Live bytes after every operation of a call, and of sampling a token from its logits.
 
@@ -222,7 +222,7 @@ class Generation:
             if value < 1:
                 raise RunError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
-    def walk(self, settings: TrainSettings) -> Walk:
+    def walk(self, settings: TrainSettings) -> CacheWalk:
         """Slots of the cache through the generation."""
         model = settings.model
         assert model.num_kv_heads is not None
@@ -240,10 +240,10 @@ def cache_bytes(settings: TrainSettings, generation: Generation) -> int:
     return _cache_bytes(settings, generation.walk(settings))
 
 
-def _cache_bytes(settings: TrainSettings, of: Walk | Mark, first_layer: int = 0) -> int:
+def _cache_bytes(settings: TrainSettings, of: CacheWalk | CacheMoment, first_layer: int = 0) -> int:
     model = settings.model
     assert model.num_kv_heads is not None
-    slots = of.slots if isinstance(of, Walk) else of.after
+    slots = of.slots if isinstance(of, CacheWalk) else of.after
     of_slot = model.num_kv_heads * (model.embed_dim // model.num_heads) * computing_dtype(settings.precision).itemsize
     layers = range(first_layer, model.num_layers)
     return 2 * settings.batch_size * of_slot * sum(slots[model.pattern(layer)] for layer in layers)

@@ -33,7 +33,7 @@ from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .batch_rows import rows_of_batch, with_length
-from .exchange import Exchange, exchanges
+from .exchange import SentBytes, exchanges
 from .flops import pairs_of, step_work
 from .memory import footprint
 from .processes import exchange_rates, shared_step_seconds, step_seconds
@@ -84,7 +84,7 @@ class Here:
     exchange: tuple[float, float]
     """Bytes per second and seconds per message; zeros if nothing is sent."""
 
-    def seconds(self, settings: TrainSettings, num_processes: int, sent: tuple[Exchange, ...]) -> StepSeconds:
+    def seconds(self, settings: TrainSettings, num_processes: int, sent: tuple[SentBytes, ...]) -> StepSeconds:
         """Predicted seconds of a step.
 
         All but attention is fitted to four measured steps of one batch, by layers, rows and their product, and scaled
@@ -124,7 +124,7 @@ class Here:
             is_bound=False,
         )
 
-    def _sending(self, sent: tuple[Exchange, ...]) -> float:
+    def _sending(self, sent: tuple[SentBytes, ...]) -> float:
         """Seconds of communication by bytes and messages."""
         rate, message = self.exchange
         return sum(one.bytes / rate + one.messages * message for one in sent)

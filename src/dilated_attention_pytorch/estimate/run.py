@@ -13,7 +13,7 @@ from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .batch_rows import rows_of_batch, with_length
-from .exchange import Exchange, exchanges, forward_rows
+from .exchange import SentBytes, exchanges, forward_rows
 from .flops import FORWARD_AND_BACKWARD, forward_work, step_work
 from .generation import Generation, generation_footprint
 from .measure import Here
@@ -70,7 +70,7 @@ class RunPlan(MemoryPlan):
     least_seconds: float
     """Time of one process's operations at the nominal rate of dense products. No step is faster; real ones reach a
     part of that rate, and wait for memory, for other processes and for the host."""
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[SentBytes, ...]
     """Traffic of the process that sends most."""
     seconds: StepSeconds
     """Seconds of a step, by part."""
@@ -157,7 +157,7 @@ def plan_run(
     )
 
 
-def _of_rows(settings: TrainSettings) -> tuple[Exchange, ...]:
+def _of_rows(settings: TrainSettings) -> tuple[SentBytes, ...]:
     """Traffic of a forward pass: rows of shared sequences, without their gradients."""
     return () if settings.context_parallel == 1 else (forward_rows(settings),)
 

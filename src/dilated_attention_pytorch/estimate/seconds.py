@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dilated_attention_pytorch.data_sheets import DataSheet, Link
 from dilated_attention_pytorch.errors import RunError
 
-from .exchange import Exchange
+from .exchange import SentBytes
 from .flops import StepWork
 from .memory import Footprint
 
@@ -51,7 +51,7 @@ class StepSeconds:
 def sheet_seconds(
     work: StepWork,
     states: Footprint,
-    sent: Sequence[Exchange],
+    sent: Sequence[SentBytes],
     sheet: DataSheet,
     precision: str,
     link: Link | None,

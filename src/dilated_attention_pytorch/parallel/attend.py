@@ -23,7 +23,7 @@ from dilated_attention_pytorch.precision import cast_by_autocast
 from .agreement import Agreed, Keywords, agree
 from .first_derivative import refuse_other_derivatives
 from .heads import Route, RowRanges, ToHeads, ToRows, to_heads
-from .sequence import SequenceAttention, Task
+from .sequence import LayerTask, SequenceAttention
 from .sharding import Ranks, ranks_of
 from .slab import Options
 
@@ -275,6 +275,6 @@ def _by_rows(
     call = ShardedCall(pattern, key.shape[2], keywords.is_causal, keywords.query_offset, agreed.documents)
     shards = Shards(agreed.num_queries, ranks.rows.size, keywords.layout)
     options = Options(call, scale, IMPLEMENTATIONS[agreed.impl], keywords.dropout_p)
-    task = Task(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
+    task = LayerTask(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
     out, lse = SequenceAttention.apply(query, key, value, is_ignored, seed, task)
     return out, lse

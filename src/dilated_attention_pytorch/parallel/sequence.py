@@ -19,7 +19,7 @@ from .slab import Options, Slab
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class LayerTask:
     """One call on one rank."""
 
     options: Options
@@ -44,7 +44,13 @@ class SequenceAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_ignored: Tensor | None, seed: Tensor | None, task: Task
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_ignored: Tensor | None,
+        seed: Tensor | None,
+        task: LayerTask,
     ) -> tuple[Tensor, Tensor]:
         """Local attention first, while the first remote rows are in transit."""
         with without_autocast(query.device.type):
@@ -65,7 +71,7 @@ class SequenceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """A collective: all ranks take part, whether or not their rows have a gradient."""
         query, key, value, is_ignored, seed, out, merged, rest = ctx.saved_tensors
-        task: Task = ctx.task
+        task: LayerTask = ctx.task
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         with without_autocast(query.device.type):

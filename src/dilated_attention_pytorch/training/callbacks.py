@@ -23,7 +23,7 @@ from dilated_attention_pytorch.output import write_text
 
 from .faults import cost_of_faults
 from .manifest import opened
-from .measures import Work, peak_memory
+from .measures import WorkDone, peak_memory
 from .rewind import RewindRequested
 from .stragglers import OWN_SECONDS, STEP_SECONDS
 from .trackers import Tracker
@@ -112,7 +112,7 @@ class Metrics(TrainerCallback):
         run: Path,
         step: int,
         *,
-        work: Work,
+        work: WorkDone,
         device: torch.device,
         matrix_product_flops: float,
         trackers: Sequence[Tracker],

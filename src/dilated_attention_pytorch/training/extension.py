@@ -22,7 +22,7 @@ from .data.sources import describe_skipped
 from .extension_settings import ExtensionSettings
 from .lifecycle import OpenRun, begin, check_same_corpus, find_run, open_for_resume, read_record, train_to_the_end
 from .manifest import sealed, sums, verify_sums
-from .measures import Work
+from .measures import WorkDone
 from .outcome import STATES, ExtensionOutcome
 from .pretrained import (
     check_same_model,
@@ -61,7 +61,7 @@ class _Inputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _Extension:
     """A run whose checks have passed."""
 
     opened: OpenRun
@@ -138,7 +138,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     num_held_out_bytes = sum(num_bytes(window[1:], inputs.tokenizer) for window in windows)
     bytes_per_token = num_held_out_bytes / sum(len(window) - 1 for window in windows)
     with begin(output, console) as opened:
-        run = _Run(
+        run = _Extension(
             opened=opened,
             settings=settings,
             own_length=own_length,
@@ -195,7 +195,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
             _replace(model, settings)
         else:
             model = load_model(what, source, device, attention="dilated")
-        run = _Run(
+        run = _Extension(
             opened=opened,
             settings=settings,
             own_length=record["own_length"],
@@ -261,7 +261,7 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
 
 
-def _announce(run: _Run, inputs: _Inputs, device: str) -> None:
+def _announce(run: _Extension, inputs: _Inputs, device: str) -> None:
     settings, text = run.settings, corpus_in_words(run.settings.data, corpus_figures(inputs.corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     tokens = "bytes" if inputs.tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
@@ -282,7 +282,7 @@ def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
     return [windows[index]["input_ids"] for index in range(len(windows))]
 
 
-def _measure(run: _Run, state: str, record: dict[str, Any]) -> None:
+def _measure(run: _Extension, state: str, record: dict[str, Any]) -> None:
     """Bits per byte of every position, at both lengths, into the record."""
     from .context_measure import bits_of_tokens
 
@@ -313,7 +313,7 @@ def _curve(record: dict[str, Any], state: str) -> Tensor:
     return torch.tensor(record["measured"][state]["by_position"], dtype=torch.float64)
 
 
-def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
+def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcome:
     from .arguments import arguments
     from .extension_trainer import ExtensionTrainer
 
@@ -344,7 +344,7 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
     )
     trainer.logits = logits
     flops = pretrained_flops(run.model, settings.read_pattern(), num_kv_heads(run.model.config))
-    work = Work(
+    work = WorkDone(
         tokens_after=training.tokens_after,
         bytes_after=lambda done: training.tokens_after(done) * run.bytes_per_token,
         flops_after=lambda done: settings.gradient_accumulation * training_flops(flops, stages, done),
@@ -361,7 +361,7 @@ def _go(run: _Run, record: dict[str, Any], device: str) -> ExtensionOutcome:
     return ExtensionOutcome.of_record(opened.folder, record, done, stopped_by)
 
 
-def _finish(run: _Run, record: dict[str, Any], trainer: RunTrainer) -> None:
+def _finish(run: _Extension, record: dict[str, Any], trainer: RunTrainer) -> None:
     from .context_measure import draw_positions
 
     folder = run.opened.folder

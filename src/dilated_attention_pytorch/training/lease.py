@@ -17,7 +17,7 @@ from typing import Any
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.output import write_text
 
-from .process import Mark, mark_of
+from .process import ProcessId, mark_of
 
 LEASE_NAME = "lease.lock"
 """The lock, which its holder renews."""
@@ -184,9 +184,9 @@ class Lease:
         return f"process {holder.pid} on {holder.host} holds it since {record.get('since')}: {record.get('command')}"
 
 
-def _mark(record: dict[str, Any]) -> Mark | None:
+def _mark(record: dict[str, Any]) -> ProcessId | None:
     try:
-        return Mark.from_dict(record["holder"])
+        return ProcessId.from_dict(record["holder"])
     except (KeyError, TypeError, ValueError):
         return None
 

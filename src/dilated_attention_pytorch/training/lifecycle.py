@@ -23,7 +23,7 @@ from .corpus import CORPUS_KEYS
 from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_of
 from .lease import Lease
 from .manifest import read_sealed, sealed
-from .measures import Work, matrix_product_rate
+from .measures import WorkDone, matrix_product_rate
 from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def train_to_the_end(
     run: OpenRun,
     trainer: RunTrainer,
     *,
-    work: Work,
+    work: WorkDone,
     trackers: Sequence[Tracker],
 ) -> int | None:
     """Train from the starting checkpoint, with progress bar, metrics and checkpoints.

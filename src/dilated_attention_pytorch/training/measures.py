@@ -20,7 +20,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class WorkDone:
     """Amount of work of the first optimizer steps, over all processes."""
 
     tokens_after: Callable[[int], int]
@@ -30,14 +30,14 @@ class Work:
     flops_after: Callable[[int], int]
     """Maps a number of steps to the model's operations, forward and backward (:mod:`.flops`)."""
 
-    def without(self, steps: Collection[int]) -> Work:
+    def without(self, steps: Collection[int]) -> WorkDone:
         """The same with ``steps`` (from 1) taken without their batches."""
 
         def less(after: Callable[[int], _Number]) -> Callable[[int], _Number]:
             left_out = {step: after(step) - after(step - 1) for step in steps}
             return lambda done: after(done) - sum(amount for step, amount in left_out.items() if step <= done)
 
-        return Work(
+        return WorkDone(
             tokens_after=less(self.tokens_after), bytes_after=less(self.bytes_after), flops_after=less(self.flops_after)
         )
 

@@ -16,7 +16,7 @@ _STARTED_FIELD = 19
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ProcessId:
     """An identity of a process that is safe against reused process ids."""
 
     host: str
@@ -33,7 +33,7 @@ class Mark:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Mark:
+    def from_dict(cls, values: Mapping[str, Any]) -> ProcessId:
         """The inverse of :meth:`to_dict`.
 
         Raises:
@@ -50,9 +50,9 @@ class Mark:
         return is_here and _started(self.pid) == self.started
 
 
-def mark_of(pid: int) -> Mark:
+def mark_of(pid: int) -> ProcessId:
     """The mark of a process on this machine."""
-    return Mark(platform.node(), pid, _place(), _started(pid))
+    return ProcessId(platform.node(), pid, _place(), _started(pid))
 
 
 def _place() -> str:
@@ -79,7 +79,7 @@ class Launch:
 
     name: str
     """torchrun's name of the launch; not necessarily unique."""
-    agent: Mark
+    agent: ProcessId
     """The agent process on this machine that started this one."""
 
     def is_in(self, record: Any) -> bool:

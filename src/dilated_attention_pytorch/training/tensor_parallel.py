@@ -57,11 +57,11 @@ def _plan() -> dict[str, ParallelStyle]:
         "blocks.*.attention.q_proj": ColwiseParallel(),
         "blocks.*.attention.k_proj": ColwiseParallel(),
         "blocks.*.attention.v_proj": ColwiseParallel(),
-        "blocks.*.attention.inner_layernorm": Rows("weight", "bias"),
+        "blocks.*.attention.inner_layernorm": SplitRows("weight", "bias"),
         "blocks.*.attention.out_proj": RowwiseParallel(),
         "blocks.*.feed_forward_layernorm": Replicated(),
         "blocks.*.feed_forward.in_proj": ColwiseParallel(),
-        "blocks.*.feed_forward.inner_layernorm": Rows("weight", "bias"),
+        "blocks.*.feed_forward.inner_layernorm": SplitRows("weight", "bias"),
         "blocks.*.feed_forward.out_proj": RowwiseParallel(),
         "layernorm": Replicated(),
         # Logits are gathered: with 256 tokens they are smaller than one hidden state.
@@ -90,7 +90,7 @@ def order_of(name: str, orders: dict[str, Tensor]) -> Tensor | None:
     return next((order for end, order in orders.items() if name.endswith(end)), None)
 
 
-class Rows(ParallelStyle):
+class SplitRows(ParallelStyle):
     """Shard the rows of the parameters with these names."""
 
     def __init__(self, *names: str) -> None:

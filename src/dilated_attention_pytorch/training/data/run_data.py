@@ -23,7 +23,7 @@ from dilated_attention_pytorch.models.token_loss import IGNORED
 from ..checkpoint import SETTINGS_NAME
 from ..corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from ..manifest import read_sealed, sums, verify_sums
-from ..measures import Work
+from ..measures import WorkDone
 from ..together import all_or_none, from_first, is_first_process
 from ..windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
 from .documents import BucketedBatches, DocumentSamples, PackedRows, as_one_row, held_out_rows
@@ -214,12 +214,12 @@ class RunData:
             file_start_fraction=settings.file_start_fraction,
         )
 
-    def work(self, training: Any, stages: Stages, samples_per_step: int) -> Work:
+    def work(self, training: Any, stages: Stages, samples_per_step: int) -> WorkDone:
         """The work of the optimizer steps over :meth:`training`; bytes from the mean bytes per token."""
         flops = longnet_flops(self.settings.model)
         first = training.members[0] if isinstance(training, Mixture) else training
         if isinstance(first, StagedBatches):
-            return Work(
+            return WorkDone(
                 tokens_after=first.tokens_after,
                 bytes_after=lambda step: first.tokens_after(step) * self.bytes_per_token,
                 flops_after=lambda step: samples_per_step * training_flops(flops, stages, step),
@@ -237,7 +237,7 @@ class RunData:
                 sums.append((tokens, operations))
             return sums[step]
 
-        return Work(
+        return WorkDone(
             tokens_after=lambda step: after(step)[0],
             bytes_after=lambda step: after(step)[0] * self.bytes_per_token,
             flops_after=lambda step: after(step)[1],
