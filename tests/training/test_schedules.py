@@ -52,7 +52,7 @@ def test_the_first_way_that_fits_is_taken_and_the_others_are_named(monkeypatch: 
     for place, (context, data) in enumerate(ways):
         monkeypatch.setattr(parallel_choice, "free_memory", lambda where, place=place: needed[place])
         chosen, reason = choose_parallel(settings, "cpu", 4)
-        assert (chosen.context_parallel, chosen.data_parallel, chosen.parallel) == (context, data, "told")
+        assert (chosen.context_parallel, chosen.data_parallel, chosen.parallel) == (context, data, "manual")
         assert reason.count("would take") == place
     monkeypatch.setattr(parallel_choice, "free_memory", lambda where: needed[-1] - 1)
     chosen, reason = choose_parallel(settings, "cpu", 4)

@@ -39,7 +39,7 @@ def rows_of_batch(settings: TrainSettings, processes: int = 1) -> int:
 def with_length(settings: TrainSettings, length: int, **changes: Any) -> TrainSettings:
     """The settings with batches of ``batch_size`` rows of ``length`` tokens, and other changes.
 
-    Stages and the tokens of a batch are left out, as they are told for the context length of the run.
+    Stages and the tokens of a batch are left out, as they are given for the context length of the run.
     """
     return dataclasses.replace(
         settings, context_length=length, stages=StageSettings(), max_tokens=0, max_batch_size=0, **changes

@@ -49,9 +49,9 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
         now: its plan, which says whether it fits.
     """
     found, fits = [], now.fits
-    for words, told, processes in _candidates(settings, num_processes):
+    for words, changed, processes in _candidates(settings, num_processes):
         try:
-            plan = plan_run(told, processes, _measured(device, told, processes))
+            plan = plan_run(changed, processes, _measured(device, changed, processes))
         except (RunError, ValueError, NotImplementedError):
             continue  # changes that are impossible for the run are left out
         speed = plan.rates.tokens_per_second / now.rates.tokens_per_second
@@ -74,11 +74,11 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
     return [*faster, *smaller, *larger][:3]
 
 
-def _measured(device: Device, told: TrainSettings, processes: int) -> Device:
+def _measured(device: Device, changed: TrainSettings, processes: int) -> Device:
     """The device; if it is this machine, with measurements of a run with these settings."""
     if device.here is None:
         return device
-    here = measure_here(told, processes, device.here.kind)
+    here = measure_here(changed, processes, device.here.kind)
     return dataclasses.replace(device, sheet=here.sheet, here=here)
 
 
@@ -89,7 +89,7 @@ def _candidates(settings: TrainSettings, num_processes: int) -> Iterator[tuple[s
     def of_model(**values: Any) -> TrainSettings:
         return dataclasses.replace(settings, model=dataclasses.replace(model, **values))
 
-    def told(**values: Any) -> TrainSettings:
+    def changed(**values: Any) -> TrainSettings:
         return dataclasses.replace(settings, **values)
 
     if model.gradient_checkpointing:
@@ -103,16 +103,16 @@ def _candidates(settings: TrainSettings, num_processes: int) -> Iterator[tuple[s
     else:
         yield "--model.gradient-checkpointing", of_model(gradient_checkpointing=True), num_processes
     if settings.optimizer != "adamw-bf16":
-        yield "--optimizer adamw-bf16", told(optimizer="adamw-bf16"), num_processes
+        yield "--optimizer adamw-bf16", changed(optimizer="adamw-bf16"), num_processes
     if settings.precision == "float32":
-        yield "--precision bfloat16", told(precision="bfloat16"), num_processes
+        yield "--precision bfloat16", changed(precision="bfloat16"), num_processes
     if not settings.max_tokens:
-        yield f"--batch-size {2 * settings.batch_size}", told(batch_size=2 * settings.batch_size), num_processes
+        yield f"--batch-size {2 * settings.batch_size}", changed(batch_size=2 * settings.batch_size), num_processes
         if settings.batch_size > 1:
             half = settings.batch_size // 2
-            yield f"--batch-size {half}", told(batch_size=half), num_processes
+            yield f"--batch-size {half}", changed(batch_size=half), num_processes
     if num_processes > 1 and settings.data_parallel == "ddp":
-        yield "--data-parallel fsdp", told(data_parallel="fsdp"), num_processes
+        yield "--data-parallel fsdp", changed(data_parallel="fsdp"), num_processes
     yield from _more_processes(settings, num_processes)
     if len(model.segment_lengths) > 1:
         rates = tuple(

@@ -413,7 +413,7 @@ class _Probe:
             strategy="auto",
             layout="auto",
             packing="windows",
-            parallel="told",
+            parallel="manual",
         )
 
     def _shared(self, told: TrainSettings) -> TrainSettings:

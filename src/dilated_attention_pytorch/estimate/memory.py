@@ -139,7 +139,7 @@ def _own_rows(settings: TrainSettings) -> TrainSettings:
         # Documents are packed into one row. More texts would need lengths of thousands of loss blocks.
         settings = with_length(settings, rows_of_batch(settings), batch_size=1)
     length = max(8, -(-settings.context_length // settings.context_parallel))
-    return with_length(settings, length, parallel="told", context_parallel=1, heads_parallel=1)
+    return with_length(settings, length, parallel="manual", context_parallel=1, heads_parallel=1)
 
 
 def _attention_bytes(settings: TrainSettings) -> dict[str, int]:

@@ -105,7 +105,7 @@ def _longest_of(settings: TrainSettings, number: int, device: Device) -> int:
             offload_folder=None,
             strategy="auto",
             layout="auto",
-            parallel="told",
+            parallel="manual",
         )
         plan_run(told, number, device)
     except (RunError, ValueError, NotImplementedError):

@@ -55,15 +55,15 @@ def choose_parallel(settings: TrainSettings, device: str, processes: int) -> tup
 
 
 def _ways(settings: TrainSettings, processes: int) -> Iterator[TrainSettings]:
-    told = dataclasses.replace(settings, parallel="told", context_parallel=1, data_parallel="ddp")
-    yield told
+    manual = dataclasses.replace(settings, parallel="manual", context_parallel=1, data_parallel="ddp")
+    yield manual
     if processes == 1:
         return
     shares_no_text = settings.max_tokens or settings.model.shifted_keys
     context = 1
     while context <= (1 if shares_no_text else processes):
         if processes % context == 0:
-            yield dataclasses.replace(told, context_parallel=context, data_parallel="fsdp")
+            yield dataclasses.replace(manual, context_parallel=context, data_parallel="fsdp")
         context *= 2
 
 

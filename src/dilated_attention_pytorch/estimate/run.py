@@ -195,7 +195,7 @@ def _checked(settings: TrainSettings, num_processes: int, sheet: DataSheet) -> T
     """The settings with their parallelism as it is, and a precision of the device."""
     if num_processes < 1:
         raise RunError(f"a run takes at least 1 process, got {num_processes}")
-    settings = dataclasses.replace(settings, parallel="told", precision=_precision(settings, sheet))
+    settings = dataclasses.replace(settings, parallel="manual", precision=_precision(settings, sheet))
     check_processes(settings, num_processes, launch="plan for {0} processes (--processes {0})")
     return settings
 

@@ -139,7 +139,7 @@ def _mesh(
         "tensor_parallel": tensor,
         "data_parallel": data_parallel,
         "heads_parallel": heads,
-        "parallel": "told",
+        "parallel": "manual",
         "offload": "none",
         "offload_folder": None,
     }

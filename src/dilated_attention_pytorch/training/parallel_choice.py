@@ -20,7 +20,7 @@ def choose_together(settings: TrainSettings, device: str, console: Console) -> T
     Raises:
         RunError: the choice needs more memory than there is.
     """
-    if settings.parallel == "told":
+    if settings.parallel == "manual":
         return settings
     # The first process decides: free memory differs between hosts.
     chosen, reason = from_first(lambda: choose_parallel(settings, device, num_processes()))

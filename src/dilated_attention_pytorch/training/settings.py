@@ -26,7 +26,7 @@ Strategy = Literal["auto", "ring", "gather", "heads"]
 Layout = Literal["auto", "contiguous", "zigzag"]
 DataParallel = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters", "nvme"]
-Parallel = Literal["told", "auto"]
+Parallel = Literal["manual", "auto"]
 
 LONGEST_TIMEOUT = 7 * 24 * 3600  # seconds; the transport's durations overflow far beyond
 
@@ -65,8 +65,8 @@ class TrainSettings(DataSettings):
     """Decay of AdamW's first moment."""
     adam_beta2: float = 0.95
     """Decay of AdamW's second moment."""
-    parallel: Parallel = "told"
-    """"auto": choose data_parallel and context_parallel by available memory, and print the reason. "told": as set."""
+    parallel: Parallel = "manual"
+    """"auto": choose data_parallel and context_parallel by available memory, and print the reason. "manual": as set."""
     context_parallel: int = 1
     """Processes that share each sequence, with the rows split between them; start them with torchrun. Times
     tensor_parallel it must divide the number of processes; the remaining factor is data parallel."""
@@ -195,15 +195,15 @@ class TrainSettings(DataSettings):
                 f'them and tensor_parallel out; got "{self.data_parallel}", {self.context_parallel} and '
                 f"{self.tensor_parallel}"
             )
-        told = f'offload "{self.offload}"'
+        setting = f'offload "{self.offload}"'
         if self.offload != "none" and not self.data_parallel.startswith("zero"):
             raise ValueError(
-                f'{told} is carried out by DeepSpeed: set data_parallel to "zero1", "zero2" or "zero3", got '
+                f'{setting} is carried out by DeepSpeed: set data_parallel to "zero1", "zero2" or "zero3", got '
                 f'"{self.data_parallel}"'
             )
         if self.offload in ("parameters", "nvme") and self.data_parallel != "zero3":
             raise ValueError(
-                f'{told} is for weights that are split: set data_parallel to "zero3", got "{self.data_parallel}"'
+                f'{setting} is for weights that are split: set data_parallel to "zero3", got "{self.data_parallel}"'
             )
         if (self.offload == "nvme") != (self.offload_folder is not None):
             raise ValueError(
@@ -230,6 +230,8 @@ class TrainSettings(DataSettings):
             KeyError, TypeError, ValueError: an unknown key, a missing model, or a value out of range.
         """
         read = {"model": LongNetConfig.from_dict(values["model"]), "data": tuple(values["data"])}
+        if values.get("parallel") == "told":  # as earlier versions recorded it
+            read["parallel"] = "manual"
         return cls(**{**values, **read, "stages": StageSettings.from_dict(values.get("stages", {}))})
 
 
