@@ -16,88 +16,79 @@ from . import fused, products
 from .products import KeepFactors, Result
 
 
+class PartialCall(NamedTuple):
+    """What a partial is computed from; see :func:`.products.forward`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    keep_factors: KeepFactors | None
+    is_causal: bool
+    scale: float
+
+
+class MergedViews(NamedTuple):
+    """The merged results in the rows of a partial, and the gradients that come for them."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    """+inf in rows without a key."""
+    rest: Tensor | None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Of query, key, value and, by matrix products only, the bias."""
+
+
 class Kernel(NamedTuple):
     """The kernel of a partial over views, forward and backward."""
 
-    forward: Callable[..., Result]
-    """Output and log-sum-exp of one partial; arguments as in :func:`.products.forward`."""
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-    """Gradients of one partial under the merged ``out`` and ``lse``, which is +inf in rows without a key.
-
-    Arguments as in :func:`_products_backward`. The last gradient is that of the bias; only matrix products have it."""
+    forward: Callable[[PartialCall, bool], Result]
+    """Output and log-sum-exp, as a pair if the second argument says so."""
+    backward: Callable[[PartialCall, MergedViews, bool], Gradients]
+    """Gradients under the merged results; of the bias, too, if the third argument says so."""
 
 
-def _products_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rest: Tensor | None,
-    bias: Tensor | None,
-    keep_factors: KeepFactors | None,
-    *,
-    is_causal: bool,
-    scale: float,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if grad_lse is not None:
-        delta -= grad_lse
+def _products_forward(call: PartialCall, is_pair: bool) -> Result:
+    return products.forward(*call[:5], is_causal=call.is_causal, scale=call.scale, is_pair=is_pair)
+
+
+def _products_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
+    dtype = merged.lse.dtype
+    delta = (merged.grad_out.to(dtype) * merged.out.to(dtype)).sum(-1)
+    if merged.grad_lse is not None:
+        delta -= merged.grad_lse
     return products.backward(
-        grad_out,
-        query,
-        key,
-        value,
-        lse,
-        rest,
+        merged.grad_out,
+        *call[:3],
+        merged.lse,
+        merged.rest,
         delta,
-        bias,
-        keep_factors,
-        is_causal=is_causal,
-        scale=scale,
+        call.bias,
+        call.keep_factors,
+        is_causal=call.is_causal,
+        scale=call.scale,
         needs_bias=needs_bias,
     )
 
 
-def _fused_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    keep_factors: KeepFactors | None,
-    *,
-    is_causal: bool,
-    scale: float,
-    is_pair: bool,
-) -> Result:
-    assert keep_factors is None
+def _fused_forward(call: PartialCall, is_pair: bool) -> Result:
+    assert call.keep_factors is None
     assert not is_pair
-    return Result(*fused.forward(query, key, value, bias, is_causal=is_causal, scale=scale))
+    return Result(*fused.forward(*call[:4], is_causal=call.is_causal, scale=call.scale))
 
 
-def _fused_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rest: Tensor | None,
-    bias: Tensor | None,
-    keep_factors: KeepFactors | None,
-    *,
-    is_causal: bool,
-    scale: float,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    assert grad_lse is rest is None
-    assert keep_factors is None
+def _fused_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
+    assert merged.grad_lse is merged.rest is None
+    assert call.keep_factors is None
     assert not needs_bias
-    return *fused.backward(grad_out, query, key, value, out, lse, bias, is_causal=is_causal, scale=scale), None
+    grads = fused.backward(
+        merged.grad_out, *call[:3], merged.out, merged.lse, call.bias, is_causal=call.is_causal, scale=call.scale
+    )
+    return *grads, None
 
 
 def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor | None]]:
@@ -109,67 +100,40 @@ def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor |
         yield slice(problem, problem + 1), bias[:, problem, 0] < 0
 
 
-def _triton_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    keep_factors: KeepFactors | None,
-    *,
-    is_causal: bool,
-    scale: float,
-    is_pair: bool,
-) -> Result:
-    assert keep_factors is None
+def _triton_forward(call: PartialCall, is_pair: bool) -> Result:
+    assert call.keep_factors is None
     assert not is_pair
-    assert not is_causal, "rows of other ranks and of caches are seen by all queries of a partial"
+    assert not call.is_causal, "rows of other ranks and of caches are seen by all queries of a partial"
     from .triton import launch
 
     parts = [
-        launch.attend_rows(
-            *(x[:, some].transpose(1, 2) for x in (query, key, value)), scale=scale, key_padding_mask=hidden
-        )
-        for some, hidden in _problems(bias, query.shape[1])
+        launch.attend_rows(*(x[:, heads].transpose(1, 2) for x in call[:3]), scale=call.scale, key_padding_mask=hidden)
+        for heads, hidden in _problems(call.bias, call.query.shape[1])
     ]
     out, lse = (torch.cat(part, dim=2).transpose(1, 2) for part in zip(*parts, strict=True))
     return Result(out, lse)
 
 
-def _triton_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rest: Tensor | None,
-    bias: Tensor | None,
-    keep_factors: KeepFactors | None,
-    *,
-    is_causal: bool,
-    scale: float,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    assert grad_lse is rest is None
-    assert keep_factors is None
-    assert not is_causal
+def _triton_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
+    assert merged.grad_lse is merged.rest is None
+    assert call.keep_factors is None
+    assert not call.is_causal
     assert not needs_bias
     from .triton import launch
 
     parts = [
         launch.attend_rows_backward(
-            *(x[:, some].transpose(1, 2) for x in (query, key, value)),
-            *(x[:, some].transpose(1, 2).contiguous() for x in (out, lse, grad_out)),
-            scale=scale,
+            *(x[:, heads].transpose(1, 2) for x in call[:3]),
+            *(x[:, heads].transpose(1, 2).contiguous() for x in (merged.out, merged.lse, merged.grad_out)),
+            scale=call.scale,
             key_padding_mask=hidden,
         )
-        for some, hidden in _problems(bias, query.shape[1])
+        for heads, hidden in _problems(call.bias, call.query.shape[1])
     ]
     grad_query, grad_key, grad_value = (torch.cat(part, dim=2).transpose(1, 2) for part in zip(*parts, strict=True))
     return grad_query, grad_key, grad_value, None
 
 
-PRODUCTS = Kernel(products.forward, _products_backward)
+PRODUCTS = Kernel(_products_forward, _products_backward)
 FUSED = Kernel(_fused_forward, _fused_backward)
 TRITON = Kernel(_triton_forward, _triton_backward)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels import native, products
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.kernels.partial import PRODUCTS, Kernel
+from dilated_attention_pytorch.kernels.partial import PRODUCTS, Kernel, MergedViews, PartialCall
 from dilated_attention_pytorch.kernels.products import LOG2_E, KeepFactors, Result, ScoreBlock
 from dilated_attention_pytorch.planning.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.planning.gathered import Gathered
@@ -184,6 +184,12 @@ class Work:
             bias = of_keys.expand(-1, -1, query.shape[2], -1) if bias is None else bias + of_keys
         return bias
 
+    def partial_call(self, partial: AnyPartial, views: PartialViews) -> PartialCall:
+        """What a kernel over views computes the partial from."""
+        bias, factors = self.bias(partial, views), self.keep_factors(views)
+        operands = views["query"], views["key"], views["value"]
+        return PartialCall(*operands, bias, factors, is_causal(partial), self.scale)
+
     def keep_factors(self, views: PartialViews) -> KeepFactors | None:
         """Dropout factors of a block of scores; None without dropout."""
         masks = self.masks
@@ -223,16 +229,7 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
         assert work.seen_rows is None, "only the native kernels read listed rows"
         operands = operands or {**work.operands(), **merged_into}
         for views in work.views(partial, operands):
-            result = kernel.forward(
-                views["query"],
-                views["key"],
-                views["value"],
-                work.bias(partial, views),
-                work.keep_factors(views),
-                is_causal=is_causal(partial),
-                scale=work.scale,
-                is_pair=rest is not None,
-            )
+            result = kernel.forward(work.partial_call(partial, views), rest is not None)
             if not partial.is_first:
                 merge_in_place(views["out"], views["lse"], views.get("rest"), result)
                 continue
@@ -301,21 +298,10 @@ def add_gradients(
             continue
         operands = operands or {**work.operands(), **own}
         for views in work.views(partial, operands):
-            *parts, of_bias = kernel.backward(
-                views["grad_out"],
-                views.get("grad_lse"),
-                views["query"],
-                views["key"],
-                views["value"],
-                views["out"],
-                views["lse"],
-                views.get("rest"),
-                work.bias(partial, views),
-                work.keep_factors(views),
-                is_causal=is_causal(partial),
-                scale=work.scale,
-                needs_bias=grad_gates is not None,
+            merged = MergedViews(
+                views["grad_out"], views.get("grad_lse"), views["out"], views["lse"], views.get("rest")
             )
+            *parts, of_bias = kernel.backward(work.partial_call(partial, views), merged, grad_gates is not None)
             for name, part in zip(names, parts, strict=True):
                 assert part is not None
                 views.add(name, part)
