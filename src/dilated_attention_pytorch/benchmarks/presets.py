@@ -106,12 +106,6 @@ PRESETS: dict[str, Preset] = {
         call_limit=1.5,
         time_limit=420.0,
     ),
-    "claims": Preset(
-        sweeps=(Sweep(shape="hybrid-ring", modes=_BOTH), Sweep(shape="head-parallel", modes=_BOTH)),
-        seconds_each=1.0,
-        call_limit=10.0,
-        time_limit=240.0,
-    ),
 }
 """Presets by name."""
 

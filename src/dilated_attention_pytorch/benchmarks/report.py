@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .claims import print_claims
 from .limits import Limits
 from .results import Row, growth
 
@@ -111,7 +110,7 @@ def duration(seconds: float) -> str:
 
 
 def print_report(rows: Sequence[Row], console: Console, *, device: str, is_dry: bool) -> None:
-    """Print missing times, growth exponents, machine limits, and claims if they were run."""
+    """Print missing times, growth exponents and machine limits."""
     print_absences(rows, console)
     exponents = {} if is_dry else growth(rows)
     if exponents:
@@ -122,7 +121,6 @@ def print_report(rows: Sequence[Row], console: Console, *, device: str, is_dry: 
             before = series
         console.print(table)
     print_limits(rows, device, console, is_dry=is_dry)
-    print_claims(rows, device, console)
     if any(not row.is_hidden for row in rows):
         console.print("! the device waited for the host in such a call: its time is not that of the kernels alone")
     if is_dry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from dilated_attention_pytorch.machine import processor, require, set_threads
 from dilated_attention_pytorch.memory import check_memory
 from dilated_attention_pytorch.output import check_free_folder, make_output
 
-from .claims import claim_of
 from .clock import Clock
 from .compare import Earlier, compare, read_earlier
 from .contestants import Contestant, find_contestants
@@ -60,14 +59,9 @@ class Outcome:
                 "seconds": self.seconds,
                 "machine": self.machine,
                 "settings": self.settings.to_dict(),
-                "rows": [{**row.to_dict(), "claim": _claim(row)} for row in self.rows],
+                "rows": [row.to_dict() for row in self.rows],
             },
         )
-
-
-def _claim(row: Row) -> dict[str, Any] | None:
-    claim = claim_of(row.case)
-    return None if claim is None else asdict(claim)
 
 
 def run(settings: BenchSettings, console: Console, command: str) -> Outcome:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from .shapes import SHAPES, DtypeName, Mode
 
-PresetName = Literal["auto", "cpu", "gpu", "claims"]
+PresetName = Literal["auto", "cpu", "gpu"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -23,13 +23,12 @@ class BenchSettings:
 
     preset: PresetName = "auto"
     """Sweeps to run: cpu (under 5 minutes on two cores), gpu (bfloat16, 32,768 to 1,048,576 rows, under 8
-    minutes on an H200), claims (the earlier package's figures next to this machine's). "auto": gpu if there is a
-    CUDA device, else cpu."""
+    minutes on an H200). "auto": gpu if there is a CUDA device, else cpu."""
     output: Path | None = None
     """Folder to create for bench.json, time.png and limit.png. It must not exist, or be empty. Default:
     runs/bench-PRESET."""
     shapes: tuple[str, ...] = ()
-    """Shapes to sweep instead of the preset's: paper, slide, three, hybrid-ring, head-parallel, blocks, decode."""
+    """Shapes to sweep instead of the preset's: paper, slide, three, blocks, decode."""
     rows: tuple[int, ...] = ()
     """Numbers of rows N; default: those of every sweep."""
     modes: tuple[Mode, ...] = ()

@@ -23,7 +23,6 @@ class Bench(BenchSettings):
 
     Effect of a code change: bench --output new --compare old/bench.json
 
-    The earlier package's figures next to this machine's: bench --preset claims
 
     Smoke test, in seconds: bench --preset gpu --dry-run
     """
