@@ -123,7 +123,7 @@ def test_every_answer_of_the_table_is_here() -> None:
     for key, name in ((key, key.rpartition(":")[2]) for key in table.read()["names"]):
         answer = table.answer(key.rpartition(":")[0], name)
         assert answer
-        if isinstance(answer, table.Answer):
+        if isinstance(answer, table.OldName):
             assert hasattr(importlib.import_module(path_of(answer.home)), answer.name)
     read = table.read()
     for home, _, kind in (
@@ -138,7 +138,7 @@ def test_what_old_names_stand_for_is_on_the_migration_page() -> None:
     page = (DOCS / "migration.md").read_text()
     for key in table.read()["names"]:
         answer = table.answer(*key.split(":")) if ":" in key else table.answer("", key)
-        if isinstance(answer, table.Answer):
+        if isinstance(answer, table.OldName):
             assert answer.instead.rstrip("`").rpartition(" ")[2] in page, key
 
 

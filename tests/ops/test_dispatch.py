@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dilated_attention_pytorch import DilatedPattern, attend_with_lse
 from dilated_attention_pytorch.kernels import select
 from dilated_attention_pytorch.ops import attend_blocks, derivatives
-from dilated_attention_pytorch.ops.derivatives import is_recorded, is_seen
+from dilated_attention_pytorch.ops.derivatives import is_recorded, needs_dispatcher
 
 PATTERN = DilatedPattern([13, 32], [1, 3])
 
@@ -41,17 +41,17 @@ def leaves(size: int = 2, rows: int = 37) -> list[Tensor]:
 
 def test_nothing_sees_a_plain_tensor() -> None:
     leaf = torch.zeros(3, requires_grad=True)
-    seen = [is_seen(leaf, None, torch.nn.Parameter(torch.zeros(2)))]
+    seen = [needs_dispatcher(leaf, None, torch.nn.Parameter(torch.zeros(2)))]
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
         with context:
-            seen += [is_seen(leaf), is_seen(torch.zeros(3))]
+            seen += [needs_dispatcher(leaf), needs_dispatcher(torch.zeros(3))]
     assert not any(seen)
 
 
 def _under(context: Any) -> Callable[[], bool]:
     def ask() -> bool:
         with context:
-            return is_seen(torch.zeros(3))
+            return needs_dispatcher(torch.zeros(3))
 
     return ask
 
@@ -61,7 +61,7 @@ def _within(transform: Callable[..., Any]) -> Callable[[], bool]:
         found = []
 
         def function(x: Tensor) -> Tensor:
-            found.append(is_seen(x))
+            found.append(needs_dispatcher(x))
             return x.sum()
 
         transform(function)(torch.ones(3, 2))
@@ -79,10 +79,10 @@ OBSERVERS = {
     "vmap": _within(torch.vmap),
     "grad": _within(torch.func.grad),
     "functionalize": _within(torch.func.functionalize),
-    "subclass": lambda: is_seen(torch.zeros(3).as_subclass(Subclass)),
-    "meta": lambda: is_seen(torch.zeros(3, device="meta")),
-    "negative view": lambda: is_seen(torch.zeros(3), torch.zeros(3, dtype=torch.complex64).conj().imag),
-    "fake tensor": lambda: is_seen(FakeTensorMode().from_tensor(torch.zeros(3))),
+    "subclass": lambda: needs_dispatcher(torch.zeros(3).as_subclass(Subclass)),
+    "meta": lambda: needs_dispatcher(torch.zeros(3, device="meta")),
+    "negative view": lambda: needs_dispatcher(torch.zeros(3), torch.zeros(3, dtype=torch.complex64).conj().imag),
+    "fake tensor": lambda: needs_dispatcher(FakeTensorMode().from_tensor(torch.zeros(3))),
 }
 
 

@@ -38,7 +38,7 @@ RULED_DRAWS = 4
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of the interpreter's runs: small ones, so that small calls have many tiles and long runs of blocks."""
     if is_interpreted():
-        with_candidates(monkeypatch, configurations.Configuration(16, 16, 4, 1))
+        with_candidates(monkeypatch, configurations.BlockSizes(16, 16, 4, 1))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_chosen_windows_and_blocks_stay_within_the_error_budget(
     case: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_interpreted():  # larger tiles than elsewhere: long runs of blocks that need no mask
-        with_candidates(monkeypatch, configurations.Configuration(64, 32, 4, 1))
+        with_candidates(monkeypatch, configurations.BlockSizes(64, 32, 4, 1))
     rows, ratio, summands = RULED[case]
     call = DrawnCall(1, rows, rows, 1 if "heads" not in case else 2, ratio, 16, summands, 4, causal, None)
     check(call, torch.float32, {})

@@ -113,7 +113,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, compute: Any) -> int:
     not is_interpreted(), reason="counts the interpreter's launches; benchmarks/gpu.py counts a device's"
 )
 def test_the_number_of_launches_depends_on_nothing(monkeypatch: pytest.MonkeyPatch, figure: Any) -> None:
-    with_candidates(monkeypatch, plan.Configuration(16, 16, 4, 1))
+    with_candidates(monkeypatch, plan.BlockSizes(16, 16, 4, 1))
     counted: dict[str, tuple[int, int]] = {}
     for rows, lengths, rates, bounds in (
         (40, [40], [2], None),
