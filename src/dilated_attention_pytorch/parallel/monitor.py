@@ -148,6 +148,7 @@ class Monitor:
         self._num_read = 0  # failures read, including unreadable ones
         self._num_handled = 0
         self._is_connected = True
+        self._began: float | None = None  # when the request began that the thread makes now
         self._is_watching = False
         # Python delivers signals only to its main thread and to a wakeup file descriptor.
         self._wakeup_read, self._wakeup_write = socket.socketpair()
@@ -285,11 +286,13 @@ class Monitor:
         """Make a request; without the store there is no communication."""
         from torch.distributed import DistNetworkError
 
+        self._began = time.monotonic()
         try:
             request()
         except RuntimeError as error:
             # A request may time out while the connection still stands.
             self._is_connected = "imeout" in str(error) and not isinstance(error, DistNetworkError)
+        self._began = None
 
     def _ask(self, request: Callable[[], _Result]) -> _Result | None:
         """The result of ``request``, run on the thread; None if the store does not respond.
@@ -299,7 +302,9 @@ class Monitor:
         results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._requests.put(lambda: results.put(request()))
         self._wake()
-        deadline = time.monotonic() + SILENT_SECONDS
+        # A request that has already taken long shows that the store does not respond.
+        now, began = time.monotonic(), self._began
+        deadline = max(now + 2 * POLL_SECONDS, (now if began is None else began) + SILENT_SECONDS)
         while self._thread.is_alive() and self._is_connected and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 return results.get(timeout=0.1)

@@ -41,7 +41,7 @@ class Lease:
     :meth:`check`. Three promises of a run folder are kept here:
 
     - a process of this machine that is stopped (SIGSTOP) keeps the lock, although it does not renew it;
-    - whoever is refused is told who holds the lock, since when, and with which command;
+    - a refusal names the process that holds the lock, since when it does, and its command;
     - a lock whose file is empty, as after a crash of its host, is abandoned as well.
 
     Args:
