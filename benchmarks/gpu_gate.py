@@ -47,7 +47,7 @@ def draw_case(generator: random.Random, dtype: DtypeName, most_rows: int) -> Cas
         batch=generator.randint(1, 2),
         kv_heads=kv_heads,
         heads=kv_heads * generator.choice([1, 1, 2, 3]),
-        head_dim=generator.choice([64, 128]),
+        head_dim=generator.choice([64, 128, 256]),
         segment_lengths=tuple(generator.randint(2, most_rows + 100) for _ in range(groups)),
         dilation_rates=tuple(generator.randint(1, 9) for _ in range(groups)),
         offset_rule=generator.choice(["modulo", "modulo", "block"]),

@@ -115,12 +115,17 @@ def _native_mismatch(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (CUDA builds of PyTorch bring it; else: pip install triton)"
     if dtype == torch.float64:
         return 'the Triton kernels accumulate in float32; impl="aten" and impl="reference" compute in float64'
     if head_dim > MAX_HEAD_DIM:
         return f'the Triton kernels keep whole rows of a head on chip, up to {MAX_HEAD_DIM} wide; use impl="aten"'
+    return _triton_refusal_of_device(device)
+
+
+@constant_of_graph
+def _triton_refusal_of_device(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (CUDA builds of PyTorch bring it; else: pip install triton)"
     if is_interpreted():
         return None
     if device.type != "cuda":
