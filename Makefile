@@ -26,7 +26,7 @@ test: $(VENV)/dev.stamp  ## environment, install, everything the gate checks
 
 # What `make check` runs: laws, oracle, patterns, models, the command.
 CHECKED := tests/ops/test_attend_equals_the_oracle.py tests/ops/test_attend_laws.py tests/ops/test_merge.py \
-	tests/ops/test_wrong_calls.py tests/patterns tests/planning tests/nn/test_modules.py tests/models \
+	tests/ops/test_wrong_calls.py tests/patterns tests/plan tests/nn/test_modules.py tests/models \
 	tests/cli/test_command.py tests/cli/test_show.py tests/test_options.py tests/test_package.py tests/test_readme.py
 
 check: $(VENV)/dev.stamp  ## the laws of attention, patterns, models and the command: minutes
@@ -65,7 +65,7 @@ docs: $(VENV)/docs.stamp  ## the documentation site, into build/site
 
 sweep: $(VENV)/dev.stamp  ## the tests that take long; the drawn cases again, ten times as many, other draws; a run compiled by Inductor; 20 stopped ranks
 	$(BIN)/pytest -n 2 -m slow tests
-	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/planning tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan_parallel.py tests/integrations/test_architectures.py tests/training/test_compiled.py
+	HYPOTHESIS_PROFILE=sweep $(BIN)/pytest -n 2 tests/ops tests/plan tests/kernels tests/parallel/test_parallel_equals_the_oracle.py tests/parallel/test_plan_parallel.py tests/integrations/test_architectures.py tests/training/test_compiled.py
 	$(BIN)/python tests/parallel/stop_trials.py
 
 sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end; faults that runs survive

@@ -26,7 +26,7 @@ Group = Literal[
     "attention", "triton", "models", "training", "planner", "parallel", "selection", "slides", "transformers"
 ]
 PACKAGE = Path(__file__).parents[1] / "src" / "dilated_attention_pytorch"
-_ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "planning", "precision.py", "tracing.py")
+_ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "plan", "precision.py", "tracing.py")
 _MODELS = (*_ATTENTION, "models", "nn")
 _STEPS = tuple(
     f"estimate/{name}.py"

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
 from dilated_attention_pytorch.estimate.parallel import ParallelPlan
 from dilated_attention_pytorch.memory import begin_peak, resident
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.plan.layout import Layout
 
 from .ranks import on_ranks
 from .study import Study, run

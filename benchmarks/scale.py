@@ -30,9 +30,9 @@ from dilated_attention_pytorch.benchmarks.results import module_command, origin,
 from dilated_attention_pytorch.parallel import ring
 from dilated_attention_pytorch.parallel.communicator import communicator_of
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
-from dilated_attention_pytorch.planning import rounds as planned_rounds
-from dilated_attention_pytorch.planning.layout import Shards
-from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.plan import rounds as planned_rounds
+from dilated_attention_pytorch.plan.layout import Shards
+from dilated_attention_pytorch.plan.shards import ShardedCall
 
 from .links import links
 from .measured_code import code

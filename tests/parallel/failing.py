@@ -29,7 +29,7 @@ from dilated_attention_pytorch import DilatedPattern, parallel
 from dilated_attention_pytorch.parallel import communicator
 from dilated_attention_pytorch.parallel.groups import wait_at_most
 from dilated_attention_pytorch.parallel.monitor import InGroup
-from dilated_attention_pytorch.planning import rounds
+from dilated_attention_pytorch.plan import rounds
 
 TIMEOUT_SECONDS = 10.0
 """Of the process groups. What the ranks compute between two exchanges takes less on any machine."""

@@ -21,8 +21,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig, load_slide_encoder
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings, read_slide, store
+from dilated_attention_pytorch.slides import (
+    Embedder,
+    EmbedSettings,
+    SlideEncoder,
+    SlideEncoderConfig,
+    load_slide_encoder,
+    read_slide,
+    store,
+)
 from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits, measure_limits
 from dilated_attention_pytorch.slides.store import Store

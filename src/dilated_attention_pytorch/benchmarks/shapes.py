@@ -12,7 +12,7 @@ from torch import Tensor
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, from_block_mask
 from dilated_attention_pytorch.patterns.dilated import OffsetRule
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
-from dilated_attention_pytorch.planning.plan import CallShape, plan
+from dilated_attention_pytorch.plan.planner import CallShape, plan
 
 Mode = Literal["forward", "forward_backward", "decode"]
 Computes = Literal["pattern", "dense"]

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.ops.validation import documents_of
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
-from dilated_attention_pytorch.planning.heads import Heads
-from dilated_attention_pytorch.planning.layout import Layout, Shards
-from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.plan import CallShape, plan
-from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
+from dilated_attention_pytorch.plan.heads import Heads
+from dilated_attention_pytorch.plan.layout import Layout, Shards
+from dilated_attention_pytorch.plan.pairs import num_pairs
+from dilated_attention_pytorch.plan.planner import CallShape, plan
+from dilated_attention_pytorch.plan.shards import ShardedCall
+from dilated_attention_pytorch.plan.traffic import gather_group_parts, gathered_rows, sent_rows
 
 Strategy = Literal["auto", "ring", "gather", "heads"]
 

@@ -12,9 +12,9 @@ from dilated_attention_pytorch.estimate.parallel import Shape, Strategy, cheapes
 from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.heads import Heads
-from dilated_attention_pytorch.planning.layout import Layout
-from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.plan.heads import Heads
+from dilated_attention_pytorch.plan.layout import Layout
+from dilated_attention_pytorch.plan.shards import ShardedCall
 
 from .sharding import Ranks, check_layout, num_rows_of
 

@@ -15,9 +15,9 @@ from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.run import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.heads import Heads
-from dilated_attention_pytorch.planning.layout import Layout, Shards, with_rows
-from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.plan.heads import Heads
+from dilated_attention_pytorch.plan.layout import Layout, Shards, with_rows
+from dilated_attention_pytorch.plan.shards import ShardedCall
 from dilated_attention_pytorch.precision import cast_by_autocast
 
 from .agreement import Agreed, Keywords, agree

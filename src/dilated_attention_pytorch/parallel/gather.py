@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning.exchange import Exchange
-from dilated_attention_pytorch.planning.layout import Shards
-from dilated_attention_pytorch.planning.shards import Block, GatherGroup, gather_groups
+from dilated_attention_pytorch.plan.exchange import Exchange
+from dilated_attention_pytorch.plan.layout import Shards
+from dilated_attention_pytorch.plan.shards import Block, GatherGroup, gather_groups
 
 from .communicator import Communicator
 from .shipment import add_gradients, message_length, pack, unpack

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.ops import AttentionOutput, merge
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.layout import Layout, shard_runs
+from dilated_attention_pytorch.plan.layout import Layout, shard_runs
 
 from .agreement import check_strategy
 from .attend import attend

@@ -12,7 +12,7 @@ from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.ops.validation import check_size
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.plan.layout import Layout
 
 from .agreement import check_strategy
 from .attend import attend

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention_pytorch.planning.exchange import Exchange, exchange, neighbours
-from dilated_attention_pytorch.planning.layout import Shards
-from dilated_attention_pytorch.planning.shards import Block, ShardedCall
+from dilated_attention_pytorch.plan.exchange import Exchange, exchange, neighbours
+from dilated_attention_pytorch.plan.layout import Shards
+from dilated_attention_pytorch.plan.shards import Block, ShardedCall
 
 from .communicator import Communicator, Pending
 from .shipment import add_gradients, message_length, pack, unpack

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from dilated_attention_pytorch.ops.validation import documents_of
-from dilated_attention_pytorch.planning.layout import Layout, Run, shard_runs
+from dilated_attention_pytorch.plan.layout import Layout, Run, shard_runs
 
 from .communicator import Communicator, communicator_of
 from .first_derivative import first_derivative, refuse_other_derivatives

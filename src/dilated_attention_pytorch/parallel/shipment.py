@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dilated_attention_pytorch.ops.remote import RemoteKeys, block_view
-from dilated_attention_pytorch.planning.shards import Block
+from dilated_attention_pytorch.plan.shards import Block
 
 
 def num_rows(blocks: Sequence[Block]) -> int:

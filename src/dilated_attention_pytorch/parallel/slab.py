@@ -29,9 +29,9 @@ from dilated_attention_pytorch.ops.remote import (
 from dilated_attention_pytorch.ops.run import as_rows
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
-from dilated_attention_pytorch.planning.exchange import Exchange, SlabPair, exchange
-from dilated_attention_pytorch.planning.layout import Run
-from dilated_attention_pytorch.planning.shards import Rectangle, ShardedCall, ShardPart, shard_parts
+from dilated_attention_pytorch.plan.exchange import Exchange, SlabPair, exchange
+from dilated_attention_pytorch.plan.layout import Run
+from dilated_attention_pytorch.plan.shards import Rectangle, ShardedCall, ShardPart, shard_parts
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shipment import message_length, unpack

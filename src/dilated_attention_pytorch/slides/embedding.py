@@ -18,19 +18,14 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require, set_threads
 from dilated_attention_pytorch.memory import in_bytes, is_out_of_memory
-from dilated_attention_pytorch.models import (
-    SlideEmbeddings,
-    SlideEncoder,
-    SlideEncoderConfig,
-    load_slide_encoder,
-    pack_slides,
-    tile_grid,
-)
 from dilated_attention_pytorch.models.tensor_file import shortened
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.preflight import choose_device
 
+from .checkpoint import load_slide_encoder
+from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides
 from .files import Slide, find_slides, read_slide
+from .grid import tile_grid
 from .memory import TileLimits, measure_limits
 from .settings import EmbedSettings
 from .store import Source, Store

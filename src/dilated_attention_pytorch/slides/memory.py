@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention_pytorch.memory import free_memory, peak_memory
-from dilated_attention_pytorch.models import SlideEncoder
 from dilated_attention_pytorch.training.autocast import autocast
+
+from .encoder import SlideEncoder
 
 _FEW, _MANY = 1024, 6144
 _OF_FREE = 0.5

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models import SlideEmbeddings
 from dilated_attention_pytorch.output import (
     check_free_folder,
     check_makeable,
@@ -25,6 +24,7 @@ from dilated_attention_pytorch.output import (
 )
 
 from .contents import companions
+from .encoder import SlideEmbeddings
 from .files import is_same_file
 from .settings import FileKind
 

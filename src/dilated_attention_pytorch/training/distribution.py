@@ -25,7 +25,7 @@ from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
 from dilated_attention_pytorch.models.longnet import document_positions
 from dilated_attention_pytorch.parallel.groups import all_groups, as_long_as_all, wait_at_most
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.plan.layout import Layout
 
 from .autocast import computing_dtype
 from .settings import Strategy, TrainSettings

@@ -25,7 +25,7 @@ def tile_grid(coordinates: Tensor, tile_size: int, grid_size: int) -> Tensor:
         TypeError: coordinates are not numeric.
         ValueError: a tile lies outside the grid, or a coordinate is not finite.
 
-    >>> from dilated_attention_pytorch.models.slide_grid import tile_grid
+    >>> from dilated_attention_pytorch.slides import tile_grid
     >>> tile_grid(torch.tensor([[0, 511], [512, 300]]), 256, 1000)
     tensor([[0, 1],
             [2, 1]])

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.installation import importing
+from dilated_attention_pytorch.models.tensor_file import (
+    FLOATS,
+    UnsafeFileError,
+    check_dense,
+    first_line,
+    load_tensors,
+    shortened,
+)
 
-from .slide_encoder import SlideEncoder, SlideEncoderConfig
-from .slide_grid import position_table
-from .tensor_file import FLOATS, UnsafeFileError, check_dense, first_line, load_tensors, shortened
+from .encoder import SlideEncoder, SlideEncoderConfig
+from .grid import position_table
 
 _TABLE = "pos_embed"
 _ANCHOR = "patch_embed.proj.weight"
@@ -51,7 +58,7 @@ def load_slide_encoder(
             match. The message says what was found and what to do.
 
     >>> import tempfile
-    >>> from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig, load_slide_encoder
+    >>> from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig, load_slide_encoder
     >>> encoder = SlideEncoder(SlideEncoderConfig(feature_dim=32, embed_dim=48, num_layers=2, ffn_dim=96))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     torch.save({"model": encoder.state_dict()}, f"{folder}/slide_encoder.pth")

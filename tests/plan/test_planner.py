@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern
-from dilated_attention_pytorch.planning.gathered import Gathered
-from dilated_attention_pytorch.planning.geometry import Bands, Partial
-from dilated_attention_pytorch.planning.plan import CallShape, Plan, plan
+from dilated_attention_pytorch.plan.gathered import Gathered
+from dilated_attention_pytorch.plan.geometry import Bands, Partial
+from dilated_attention_pytorch.plan.planner import CallShape, Plan, plan
 from support.drawn import DrawnCall, block_calls, calls, examples
 
 BANDS = st.sampled_from(get_args(Bands))

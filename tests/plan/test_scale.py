@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, global_tokens, hierarchical, local_window, parallel, per_head
-from dilated_attention_pytorch.planning.exchange import exchange, neighbours
-from dilated_attention_pytorch.planning.layout import Layout, Shards, shard_runs
-from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import sent_rows
+from dilated_attention_pytorch.plan.exchange import exchange, neighbours
+from dilated_attention_pytorch.plan.layout import Layout, Shards, shard_runs
+from dilated_attention_pytorch.plan.pairs import num_pairs
+from dilated_attention_pytorch.plan.shards import ShardedCall
+from dilated_attention_pytorch.plan.traffic import sent_rows
 from support.dense_traffic import figures, ring_rows, sharded
 from support.drawn import DENSE, DrawnCall, block_calls, calls, examples
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import _register_namedtuple
 
+from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_size, documents_of
 from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.patterns.dilated import Tail
 
-from .displaced_rows import warn_of_displaced_rows
-from .slide_grid import position_table, tile_grid
+from .grid import position_table, tile_grid
 
 Pooling = Literal["class", "mean"]
 
@@ -42,7 +42,7 @@ def released_segment_lengths(slide_size: int = 262144, tile_size: int = 256) -> 
 
     Source: prov-gigapath/prov-gigapath, ``gigapath/slide_encoder.py``, ``get_optimal_segment_length``.
 
-    >>> from dilated_attention_pytorch.models import released_segment_lengths
+    >>> from dilated_attention_pytorch.slides import released_segment_lengths
     >>> released_segment_lengths()
     (1024, 5792, 32768, 185363, 1048576)
     """
@@ -125,7 +125,9 @@ class SlideEmbeddings(NamedTuple):
 
 
 # So that torch.export.save can write a program that returns it.
-_register_namedtuple(SlideEmbeddings, serialized_type_name=f"{__name__}.SlideEmbeddings")
+_register_namedtuple(
+    SlideEmbeddings, serialized_type_name="dilated_attention_pytorch.models.slide_encoder.SlideEmbeddings"
+)
 
 
 class SlideEncoder(nn.Module):
@@ -149,7 +151,7 @@ class SlideEncoder(nn.Module):
     Source: prov-gigapath/prov-gigapath (Xu et al. 2024, doi 10.1038/s41586-024-07441-w); torchscale; LongNet, arXiv
     2307.02486; MAGNETO, arXiv 2210.06423.
 
-    >>> from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig
+    >>> from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
     >>> encoder = SlideEncoder(SlideEncoderConfig(feature_dim=32, embed_dim=48, num_layers=2, ffn_dim=96)).eval()
     >>> features, coordinates = torch.randn(1, 100, 32), 256 * torch.arange(200).reshape(1, 100, 2)
     >>> embedding, layers = encoder(features, coordinates)
@@ -252,7 +254,7 @@ def pack_slides(slides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Te
     Returns:
         ``(features [1, N, C], coordinates [1, N, 2], cu_seqlens [S + 1])`` with ``N`` the sum of all ``N_s``.
 
-    >>> from dilated_attention_pytorch.models import pack_slides
+    >>> from dilated_attention_pytorch.slides import pack_slides
     >>> slides = [(torch.randn(n, 4), torch.zeros(n, 2, dtype=torch.int64)) for n in (5, 3)]
     >>> features, coordinates, cu_seqlens = pack_slides(slides)
     >>> features.shape, cu_seqlens

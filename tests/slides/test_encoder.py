@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dilated_attention_pytorch.models import (
+from dilated_attention_pytorch.slides import (
     SlideEncoder,
     SlideEncoderConfig,
     load_slide_encoder,
@@ -22,7 +22,7 @@ from dilated_attention_pytorch.models import (
     released_segment_lengths,
     tile_grid,
 )
-from models.authors_slide_encoder import AuthorsSlideEncoder, position_table, segment_lengths
+from slides.authors_encoder import AuthorsSlideEncoder, position_table, segment_lengths
 
 SMALL = {"features": 19, "width": 32, "layers": 3, "heads": 16, "inner": 52}
 RELEASED = {"features": 1536, "width": 768, "layers": 12, "heads": 16, "inner": 3072}
