@@ -147,7 +147,7 @@ $(VENV)/%.stamp: pyproject.toml constraints.txt
 
 $(VENV)-oldest/dev.stamp: pyproject.toml constraints.txt
 	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
-	sed '/^torch==/d' constraints.txt > $(VENV)-oldest/constraints.txt
+	sed '/^torch==/d; s/^numpy==.*/numpy<2.4/' constraints.txt > $(VENV)-oldest/constraints.txt  # Triton 3.6's interpreter
 	$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt "torch==$(OLDEST).*" --editable ".[dev]"
 	touch $@
 
