@@ -17,6 +17,7 @@ from .tiles import (
     is_seen_key,
     kept_within,
     keys_of,
+    lines_at,
     lines_of,
     load_block,
     load_lines,
@@ -128,6 +129,10 @@ def forward_kernel(
     and factor; ``OPTIONS`` is a :class:`.ComputingOptions`.
     """
     ORDER, RUNS, RANGES = TILES
+    D: tl.constexpr = OPTIONS.D
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
+    BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     split = tl.program_id(0) % num_splits
     batch, kv_head, head_block, window, tile = tile_of(
         tl.program_id(0) // num_splits,
@@ -140,20 +145,20 @@ def forward_kernel(
         OPTIONS.RATIO // OPTIONS.PACK,
         OPTIONS.CAUSAL,
     )
-    slot = tl.arange(0, OPTIONS.BLOCK_ROWS) // OPTIONS.PACK
-    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, OPTIONS.BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
+    slot = tl.arange(0, BLOCK_ROWS) // OPTIONS.PACK
+    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
     is_row = row >= 0
-    head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, OPTIONS.BLOCK_ROWS) % OPTIONS.PACK
+    head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, BLOCK_ROWS) % OPTIONS.PACK
     batch = batch.to(tl.int64)
-    query = load_rows(QUERY, batch, row, head, is_row, OPTIONS)
+    query = load_rows(lines_at(QUERY, batch, row, head), is_row, OPTIONS)
     position = row + first_position(query_offset, key_offset + num_keys - num_queries)
     dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     query_states = position
     if OPTIONS.DROPOUT:
         query_states = query_state(head_state(dropout.seed, batch, head.to(tl.int64)), position.to(tl.int64))
-    maximum = tl.full([OPTIONS.BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([OPTIONS.BLOCK_ROWS], tl.float32)
-    out = tl.zeros([OPTIONS.BLOCK_ROWS, OPTIONS.BLOCK_D], tl.float32)
+    maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     keys = keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset)
     line, num_runs = lines_of(
         RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, OPTIONS
@@ -173,7 +178,7 @@ def forward_kernel(
             total = total * decay + tl.where(has_zero_pad_keys, zero_pad_keys * tl.exp2(-reference), 0.0)
             out = out * decay[:, None]
             maximum = highest
-        num_full, num_blocks = run.edge // OPTIONS.BLOCK_RUN, (run.count + OPTIONS.BLOCK_RUN - 1) // OPTIONS.BLOCK_RUN
+        num_full, num_blocks = run.edge // BLOCK_RUN, (run.count + BLOCK_RUN - 1) // BLOCK_RUN
         from_block, to_block = num_blocks * share // num_splits, num_blocks * (share + 1) // num_splits
         # Blocks that every row sees whole, then those that need a mask.
         for MASKED in tl.static_range(2):
@@ -198,17 +203,17 @@ def forward_kernel(
         if OPTIONS.ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += OPTIONS.LINE
-    if OPTIONS.BLOCK_D > 128 and not (OPTIONS.CAUSAL or OPTIONS.BANDED):  # if no mask needs their positions
+    if BLOCK_D > 128 and not (OPTIONS.CAUSAL or OPTIONS.BANDED):  # if no mask needs their positions
         # Rows are loaded again: keeping them through the loops takes registers that the loops need. The barrier keeps
         # the compiler from merging the two loads.
         tl.debug_barrier()
-        row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, OPTIONS.BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
+        row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
         is_row = row >= 0
     num_heads = num_kv_heads * OPTIONS.RATIO
     out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
     has_key = total != 0.0  # true for NaN: NaN or infinite inputs give NaN
     out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
-    store_lines(OUT, out_lines * OPTIONS.D, is_row, out, OPTIONS.D, OPTIONS.BLOCK_D)
+    store_lines(OUT, out_lines * D, is_row, out, D, BLOCK_D)
     lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
     tl.store(LSE + out_lines, lse, mask=is_row)
 

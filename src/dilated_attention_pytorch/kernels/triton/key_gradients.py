@@ -16,6 +16,7 @@ from .runs import is_active_in, is_in_band, load_band, load_run
 from .tiles import (
     SIZES,
     head_of,
+    lines_at,
     lines_of,
     load_block,
     load_rows,
@@ -137,6 +138,10 @@ def key_gradient_kernel(
     Arguments are those of :func:`.query_gradient_kernel`.
     """
     ORDER, RUNS, RANGES = TILES
+    D: tl.constexpr = OPTIONS.D
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
+    BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     scale, scale_log2 = scales
     batch, kv_head, _, window, tile = tile_of(
         tl.program_id(0),
@@ -149,31 +154,33 @@ def key_gradient_kernel(
         1,
         False,
     )
-    slot = tl.arange(0, OPTIONS.BLOCK_ROWS)
-    row = rows_of(ORDER, kv_head, window, tile, num_keys, slot, OPTIONS.BLOCK_ROWS, OPTIONS)
+    slot = tl.arange(0, BLOCK_ROWS)
+    row = rows_of(ORDER, kv_head, window, tile, num_keys, slot, BLOCK_ROWS, OPTIONS)
     is_row = row >= 0
     batch, wide_row, wide_head = batch.to(tl.int64), row.to(tl.int64), kv_head.to(tl.int64)
+    key_lines = lines_at(KEY, batch, wide_row, wide_head)
+    value_lines = lines_at(VALUE, batch, wide_row, wide_head)
     is_key = is_row
     if OPTIONS.PADDED:
         is_key = is_row & (tl.load(PADDING + batch * num_keys + row, mask=is_row, other=1) == 0)
-    key = load_rows(KEY, batch, row, kv_head, is_key, OPTIONS)
-    value = load_rows(VALUE, batch, row, kv_head, is_key, OPTIONS)
+    key = load_rows(key_lines, is_key, OPTIONS)
+    value = load_rows(value_lines, is_key, OPTIONS)
     position = row + key_offset
     dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     key_states = position
     if OPTIONS.DROPOUT:
         key_states = key_state(dropout.seed, position.to(tl.int64))
-    grad_key = tl.zeros([OPTIONS.BLOCK_ROWS, OPTIONS.BLOCK_D], tl.float32)
-    grad_value = tl.zeros([OPTIONS.BLOCK_ROWS, OPTIONS.BLOCK_D], tl.float32)
+    grad_key = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    grad_value = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     num_heads = num_kv_heads * OPTIONS.RATIO
     line, num_runs = lines_of(RUNS, RANGES, kv_head, window, tile, num_keys, tiles_per_window, lines_per_head, OPTIONS)
     for _ in range(num_runs):
         run = load_run(line)
         low, high = load_band(line, OPTIONS.LINE, OPTIONS.BANDED)
         is_active = is_row & is_active_in(line, slot)
-        num_blocks = (run.count + OPTIONS.BLOCK_RUN - 1) // OPTIONS.BLOCK_RUN
-        clear_from = (run.extra + OPTIONS.BLOCK_RUN - 1) // OPTIONS.BLOCK_RUN
-        clear_to = tl.maximum(clear_from, run.count // OPTIONS.BLOCK_RUN)
+        num_blocks = (run.count + BLOCK_RUN - 1) // BLOCK_RUN
+        clear_from = (run.extra + BLOCK_RUN - 1) // BLOCK_RUN
+        clear_to = tl.maximum(clear_from, run.count // BLOCK_RUN)
         for member in range(OPTIONS.RATIO):
             head = wide_head * OPTIONS.RATIO + member
             of_query, of_grad = head_of(QUERY, batch, head), head_of(GRAD_OUT, batch, head)
@@ -187,7 +194,7 @@ def key_gradient_kernel(
                 grad_value,
                 queries,
                 run,
-                run.edge // OPTIONS.BLOCK_RUN,
+                run.edge // BLOCK_RUN,
                 num_blocks,
                 clear_from,
                 clear_to,
@@ -202,7 +209,7 @@ def key_gradient_kernel(
                 OPTIONS,
             )
         line += OPTIONS.LINE
-    lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * OPTIONS.D
+    lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D
     # Padded keys were walked over like the others: their gradients are dropped here.
-    store_lines(GRAD_KEY, lines, is_row, tl.where(is_key[:, None], grad_key * scale, 0.0), OPTIONS.D, OPTIONS.BLOCK_D)
-    store_lines(GRAD_VALUE, lines, is_row, tl.where(is_key[:, None], grad_value, 0.0), OPTIONS.D, OPTIONS.BLOCK_D)
+    store_lines(GRAD_KEY, lines, is_row, tl.where(is_key[:, None], grad_key * scale, 0.0), D, BLOCK_D)
+    store_lines(GRAD_VALUE, lines, is_row, tl.where(is_key[:, None], grad_value, 0.0), D, BLOCK_D)

@@ -17,6 +17,7 @@ from .tiles import (
     is_seen_key,
     kept_within,
     keys_of,
+    lines_at,
     lines_of,
     load_block,
     load_lines,
@@ -113,6 +114,10 @@ def query_gradient_kernel(
     :func:`.forward_kernel`.
     """
     ORDER, RUNS, RANGES = TILES
+    D: tl.constexpr = OPTIONS.D
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
+    BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     scale, scale_log2 = scales
     batch, kv_head, head_block, window, tile = tile_of(
         tl.program_id(0),
@@ -125,27 +130,27 @@ def query_gradient_kernel(
         OPTIONS.RATIO // OPTIONS.PACK,
         OPTIONS.CAUSAL,
     )
-    slot = tl.arange(0, OPTIONS.BLOCK_ROWS) // OPTIONS.PACK
-    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, OPTIONS.BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
+    slot = tl.arange(0, BLOCK_ROWS) // OPTIONS.PACK
+    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
     is_row = row >= 0
-    head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, OPTIONS.BLOCK_ROWS) % OPTIONS.PACK
-    batch = batch.to(tl.int64)
-    grad_out = load_rows(GRAD_OUT, batch, row, head, is_row, OPTIONS)
+    head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, BLOCK_ROWS) % OPTIONS.PACK
+    batch, wide_row, wide_head = batch.to(tl.int64), row.to(tl.int64), head.to(tl.int64)
+    grad_out = load_rows(lines_at(GRAD_OUT, batch, wide_row, wide_head), is_row, OPTIONS)
     lines = (batch * num_queries + row) * (num_kv_heads * OPTIONS.RATIO) + head
     lse = tl.load(LSE + lines, mask=is_row, other=float("-inf")) * LOG2_E
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    out = load_lines(OUT, lines * OPTIONS.D, is_row, OPTIONS.D, OPTIONS.BLOCK_D)
+    out = load_lines(OUT, lines * D, is_row, D, BLOCK_D)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     if GRAD_LSE is not None:
         delta -= tl.load(GRAD_LSE + lines, mask=is_row, other=0.0)
     tl.store(DELTA + lines, delta, mask=is_row)
-    query = load_rows(QUERY, batch, row, head, is_row, OPTIONS)
+    query = load_rows(lines_at(QUERY, batch, wide_row, wide_head), is_row, OPTIONS)
     position = row + query_offset
     dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     query_states = position
     if OPTIONS.DROPOUT:
-        query_states = query_state(head_state(dropout.seed, batch, head.to(tl.int64)), position.to(tl.int64))
-    grad_query = tl.zeros([OPTIONS.BLOCK_ROWS, OPTIONS.BLOCK_D], tl.float32)
+        query_states = query_state(head_state(dropout.seed, batch, wide_head), position.to(tl.int64))
+    grad_query = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     keys = keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset)
     line, num_runs = lines_of(
         RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, OPTIONS
@@ -154,7 +159,7 @@ def query_gradient_kernel(
         run = load_run(line)
         is_active = is_row & is_active_in(line, slot)
         start, stop = keys_seen(line, position, is_active, OPTIONS.LINE, OPTIONS.CAUSAL, OPTIONS.BANDED)
-        num_full, num_blocks = run.edge // OPTIONS.BLOCK_RUN, (run.count + OPTIONS.BLOCK_RUN - 1) // OPTIONS.BLOCK_RUN
+        num_full, num_blocks = run.edge // BLOCK_RUN, (run.count + BLOCK_RUN - 1) // BLOCK_RUN
         # Blocks that every row sees whole, then those that need a mask.
         for MASKED in tl.static_range(2):
             grad_query = _query_blocks(
@@ -178,6 +183,6 @@ def query_gradient_kernel(
             )
         line += OPTIONS.LINE
     # Loaded again: keeping the rows through the loops takes registers that the loops need.
-    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, OPTIONS.BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
+    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
     lines = (batch * num_queries + row) * (num_kv_heads * OPTIONS.RATIO) + head
-    store_lines(GRAD_QUERY, lines * OPTIONS.D, row >= 0, grad_query * scale, OPTIONS.D, OPTIONS.BLOCK_D)
+    store_lines(GRAD_QUERY, lines * D, row >= 0, grad_query * scale, D, BLOCK_D)

@@ -112,8 +112,8 @@ def runs_kernel(
     """
     offset = first_position(offset, last_position - num_rows)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    window, tile_in_window = tile // tiles_per_window, tile % tiles_per_window
     slot = tl.arange(0, OPTIONS.SLOTS)
+    window, tile_in_window = tile // tiles_per_window, tile % tiles_per_window
     row = rows_of(ORDER, kv_head, window, tile_in_window, num_rows, slot, OPTIONS.TILE_ROWS, OPTIONS)
     is_row = row >= 0
     position = tl.maximum(row, 0) + offset
@@ -263,8 +263,7 @@ def _append_rule(
                     run = Run(some_first + begin, 1, cut - some_first, 0, extra)
                     num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
                 if (some_stop > cut) & (num_runs < room):
-                    count = some_stop - cut
-                    run = Run(cut + begin, 1, count, edge, count * OPTIONS.OF_QUERIES)
+                    run = Run(cut + begin, 1, some_stop - cut, edge, (some_stop - cut) * OPTIONS.OF_QUERIES)
                     num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
             span += 1
             start, stop, first_other, stop_other = load_span(SPANS, span, list_stop)

@@ -155,10 +155,16 @@ def load_lines(BASE, line_offset, is_line, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
-def load_rows(STRIDED, batch, row, head, is_row, OPTIONS: tl.constexpr):
-    """``[rows, BLOCK_D]`` of a tensor: its pointer, and the strides of sequences, rows and heads."""
+def lines_at(STRIDED, batch, row, head):
+    """The pointer of a tensor, given with the strides of sequences, rows and heads, and the offsets of rows from it."""
     BASE, stride_b, stride_n, stride_h = STRIDED
-    line_offset = batch * stride_b + row.to(tl.int64) * stride_n + head.to(tl.int64) * stride_h
+    return BASE, batch * stride_b + row.to(tl.int64) * stride_n + head.to(tl.int64) * stride_h
+
+
+@triton.jit
+def load_rows(lines, is_row, OPTIONS: tl.constexpr):
+    """``[rows, BLOCK_D]``: the lines at a pointer and offsets; missing rows, and columns from D on, are 0."""
+    BASE, line_offset = lines
     return load_lines(BASE, line_offset, is_row, OPTIONS.D, OPTIONS.BLOCK_D)
 
 
