@@ -87,11 +87,26 @@ def launches(problem: Problem) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield merge_splits_kernel, {"D": head_dim, "BLOCK_D": block_d, "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
 
 
+def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
+    """Types of optional operands that the call has not: a launch gives any tensor for them, the queries."""
+    types: dict[str, Any] = {}
+    if problem.cu_seqlens is None:
+        types["CU_SEQLENS"] = dtype
+    if problem.key_padding_mask is None:
+        types["PADDING"] = dtype
+    if problem.dropout_seed is None:
+        types["DROPOUT"] = (dtype, "i32", "fp32")
+    return types
+
+
 def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: str) -> Any:
     """A kernel as machine code; arguments without constants are tensors, in capitals, and sizes."""
     options = {name: keywords[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in keywords}
     constants = {name: value for name, value in keywords.items() if name in kernel.arg_names}
     dtype = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[problem.query.dtype]
+    types = TYPES | _types_of_absent(problem, dtype)
+    if problem.dropout_seed is None and "GRAD_LSE" in kernel.arg_names:
+        constants["GRAD_LSE"] = None
     on_device = ("offset", "query_offset") if isinstance(problem.query_offset, Tensor) else ()
     signature: dict[str, Any] = {}
     hints = {}
@@ -101,7 +116,7 @@ def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: st
         elif name in STRIDED:
             signature[name] = (dtype, "i32", "i32", "i32")
         else:
-            signature[name] = TYPES.get(name, dtype if name.isupper() else "*i64" if name in on_device else "i32")
+            signature[name] = types.get(name, dtype if name.isupper() else "*i64" if name in on_device else "i32")
         # As Triton would find at launch: pointers and strides of whole rows are multiples of 16.
         parts = signature[name] if isinstance(signature[name], tuple) else None
         for at, one in enumerate(parts or (signature[name],)):

@@ -45,9 +45,9 @@ def order_kernel(
     index = tl.arange(0, WINDOW)
     row = window * WINDOW + index
     position = tl.minimum(row, num_rows - 1) + offset
-    documents = Documents(CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+    documents = Documents(CU_SEQLENS, num_documents, search_steps, last_position)
     groups = Groups(GROUPS, num_groups, kv_head, num_kv_heads)
-    begin, end = document_bounds(position, documents)
+    begin, end = document_bounds(position, documents, PACKED)
     length, _, _, shift = load_group(groups, shortest_group)
     _, low, _ = interval_of(position, begin, end, length, shift)
     piece = tl.cumsum(((position == low) & (index > 0)).to(tl.int32), 0)

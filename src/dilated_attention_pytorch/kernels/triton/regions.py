@@ -94,13 +94,12 @@ def first_line(
     tiles_per_window,
     per_tile,
     per_document,
-    TILE_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """First line of each tile's region; for the index past the last tile, the end of the last region."""
-    row = tile // tiles_per_window * WINDOW + tile % tiles_per_window * TILE_ROWS
+    row = tile // tiles_per_window * OPTIONS.WINDOW + tile % tiles_per_window * OPTIONS.TILE_ROWS
     position = tl.minimum(row, num_rows - 1) + offset
-    document, begin, _end = document_of(position, documents)
+    document, begin, _end = document_of(position, documents, OPTIONS.PACKED)
     begin = tl.minimum(tl.maximum(begin, 0), position)
     line = tile * per_tile + document * per_document
     for group in range(groups.number):

@@ -117,9 +117,9 @@ def runs_kernel(
     row = rows_of(ORDER, kv_head, window, tile_in_window, num_rows, slot, OPTIONS.TILE_ROWS, OPTIONS)
     is_row = row >= 0
     position = tl.maximum(row, 0) + offset
-    documents = Documents(CU_SEQLENS, num_documents, search_steps, last_position, OPTIONS.PACKED)
+    documents = Documents(CU_SEQLENS, num_documents, search_steps, last_position)
     groups = Groups(GROUPS, num_groups, kv_head, num_kv_heads)
-    begin, end = document_bounds(position, documents)
+    begin, end = document_bounds(position, documents, OPTIONS.PACKED)
     # Invalid boundaries may leave rows outside of every document: they see nothing.
     is_inside = is_row & (position >= begin) & (position < end)
     ends = first_line(
@@ -131,8 +131,7 @@ def runs_kernel(
         tiles_per_window,
         per_tile,
         per_document,
-        OPTIONS.TILE_ROWS,
-        OPTIONS.WINDOW,
+        OPTIONS,
     )
     first_run = tl.min(ends)
     # At least the number of runs; the bound keeps memory safe from invalid boundaries.
@@ -149,7 +148,7 @@ def runs_kernel(
         cursor = tl.min(tl.where(takes_part, its_first, FAR))
         last = tl.max(tl.where(takes_part, its_last, -1))
         while cursor < last:
-            its_begin, its_end = document_bounds(cursor, documents)
+            its_begin, its_end = document_bounds(cursor, documents, OPTIONS.PACKED)
             its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
             is_active = takes_part & (its_first == cursor)
             earliest = tl.min(tl.where(is_active, position, FAR))
@@ -239,7 +238,7 @@ def _append_rule(
     cursor = tl.min(tl.where(is_inside, position, FAR))
     while cursor < FAR:
         # Rules count positions from the beginning of a document.
-        begin, end = document_bounds(cursor, documents)
+        begin, end = document_bounds(cursor, documents, OPTIONS.PACKED)
         is_its = is_inside & (position >= begin) & (position < end)
         own = position - begin
         last_row = tl.max(tl.where(is_its, own, -1))

@@ -30,13 +30,12 @@ class Groups(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """The documents that are packed into the rows; without ``PACKED``, one that ends at ``last_position``."""
+    """The documents that are packed into the rows; without any, one that ends at ``last_position``."""
 
     CU_SEQLENS: tl.tensor
     number: tl.tensor
     search_steps: tl.tensor
     last_position: tl.tensor
-    PACKED: tl.constexpr
 
 
 @triton.jit
@@ -57,12 +56,15 @@ def load_group(groups, group):
 
 
 @triton.jit
-def document_of(position, documents):
-    """Index, first position, and one past the last, of the document that contains each position."""
+def document_of(position, documents, PACKED: tl.constexpr):
+    """Index, first position, and one past the last, of the document that contains each position.
+
+    ``PACKED`` is an argument of its own: a constant in a tuple that a kernel makes is not one in the functions it calls.
+    """
     begin = position * 0
     end = begin + documents.last_position
     low = begin
-    if documents.PACKED:
+    if PACKED:
         high = begin + documents.number
         for _ in range(documents.search_steps):  # cu_seqlens[low] <= position < cu_seqlens[high]
             middle = (low + high) // 2
@@ -75,9 +77,9 @@ def document_of(position, documents):
 
 
 @triton.jit
-def document_bounds(position, documents):
+def document_bounds(position, documents, PACKED: tl.constexpr):
     """First position, and one past the last, of the document that contains each position."""
-    _, begin, end = document_of(position, documents)
+    _, begin, end = document_of(position, documents, PACKED)
     return begin, end
 
 
