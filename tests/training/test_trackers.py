@@ -17,7 +17,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dilated_attention_pytorch.installation import install_command
-from dilated_attention_pytorch.training import RunError, TrainSettings, resume, trackers, train
+from dilated_attention_pytorch.training import RunError, TrainSettings, resume, train
+from dilated_attention_pytorch.training import trackers as trackers_module
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
 from support.processes import free_port
@@ -64,8 +65,8 @@ def test_without_trackers_the_log_is_there_and_nothing_else(tmp_path: Path) -> N
 def test_prometheus_is_served_while_the_run_lasts(tmp_path: Path) -> None:
     port = free_port()
     settings = tiny_settings(tmp_path, track=("prometheus",), prometheus_port=port)
-    with tracking(settings, open_run(tmp_path)) as (tracker,):
-        tracker.log(3, {"loss": 1.5})
+    with tracking(settings, open_run(tmp_path)) as trackers:
+        trackers.log(3, {"loss": 1.5})
         with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as answer:
             assert gauges(answer.read().decode())["dilated_attention_loss"] == 1.5
     check_trackers(settings)  # the port is free again
@@ -106,14 +107,20 @@ class _AwayAfter:
         self.answers, self.error = answers, error
         self.told: list[Any] = []
 
-    def open(self, settings: Any, place: Any) -> _AwayAfter:
-        return self._answer("open")
+    def replace(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have this opened as the tracker ``name``."""
+        opened = trackers_module._opened
+        monkeypatch.setattr(
+            trackers_module,
+            "_opened",
+            lambda wanted, *x: self._answer("open") if wanted == name else opened(wanted, *x),
+        )
 
-    def log(self, step: int, figures: Any) -> None:
+    def log(self, figures: Any, step: int) -> None:
         self._answer(step)
 
-    def close(self) -> None:
-        self._answer("close")
+    def finish(self) -> None:
+        self._answer("finish")
 
     def _answer(self, what: Any) -> _AwayAfter:
         if len(self.told) == self.answers:
@@ -138,8 +145,8 @@ def test_a_tracker_whose_server_goes_away_is_given_up_in_a_sentence_and_the_run_
         pass
 
     server = _AwayAfter(answers, ServerError("the server is away\nand more"))
-    monkeypatch.setitem(trackers._OPEN, "mlflow", server.open)
-    monkeypatch.setitem(trackers._FAILURES, "mlflow", lambda: (ServerError,))
+    server.replace("mlflow", monkeypatch)
+    monkeypatch.setattr(trackers_module, "_failures", lambda name: (ServerError,) if name == "mlflow" else ())
     without_checks_of_settings(monkeypatch)
     said = Console(file=io.StringIO(), width=1000)
     settings = tiny_settings(write_texts(tmp_path / "texts"), track=("mlflow", "tensorboard"))
@@ -161,7 +168,7 @@ def test_an_error_of_a_tracker_that_is_none_of_its_server_is_not_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = _AwayAfter(1, ZeroDivisionError("a mistake of ours"))
-    monkeypatch.setitem(trackers._OPEN, "tensorboard", server.open)
+    server.replace("tensorboard", monkeypatch)
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
         train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "run", quiet())
 
@@ -189,7 +196,7 @@ def test_other_processes_than_the_first_track_nothing(tmp_path: Path, monkeypatc
     monkeypatch.setitem(os.environ, "RANK", "1")
     settings = tiny_settings(tmp_path, track=("tensorboard", "prometheus"))
     with tracking(settings, open_run(tmp_path)) as trackers:
-        assert list(trackers) == []
+        trackers.log(2, {"loss": 1.5})
     assert not any(tmp_path.iterdir())
 
 

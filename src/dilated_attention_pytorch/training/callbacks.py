@@ -26,7 +26,6 @@ from .manifest import opened
 from .measures import WorkDone, peak_memory
 from .rewind import RewindRequested
 from .stragglers import OWN_SECONDS, STEP_SECONDS
-from .trackers import Tracker
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -96,7 +95,7 @@ class Metrics(TrainerCallback):
     """Writes ``metrics.jsonl``: one JSON object per line for every entry of the training loss and every evaluation.
 
     At the start and at every resumption, a line records the machine's speed (``matrix_product_flops``).
-    Entries are passed to the trackers too.
+    Entries are passed on to the receivers.
 
     Args:
         run: run folder.
@@ -104,7 +103,7 @@ class Metrics(TrainerCallback):
         work: amount of work of the steps.
         device: device of the run.
         matrix_product_flops: operations per second of all processes together (:func:`matrix_product_rate`).
-        trackers: other receivers of the figures.
+        receivers: called with the step and the figures of every entry.
     """
 
     def __init__(
@@ -115,13 +114,13 @@ class Metrics(TrainerCallback):
         work: WorkDone,
         device: torch.device,
         matrix_product_flops: float,
-        trackers: Sequence[Tracker],
+        receivers: Sequence[Callable[[int, Mapping[str, float]], None]],
     ) -> None:
         self.path = run / METRICS_NAME
         self.work = work
         self.device = device
         self.matrix_product_flops = matrix_product_flops
-        self.trackers = trackers
+        self.receivers = receivers
         kept = [entry for entry in read_metrics(run) if entry["step"] <= step]
         self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
         begun = {"step": step, "seconds": self._seconds, "matrix_product_flops": matrix_product_flops}
@@ -167,8 +166,8 @@ class Metrics(TrainerCallback):
         entry = {"step": state.global_step, "seconds": round(self._seconds + now - self._start, 2), **values}
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        for tracker in self.trackers:
-            tracker.log(state.global_step, values)
+        for receive in self.receivers:
+            receive(state.global_step, values)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -242,7 +241,7 @@ class Bar(TrainerCallback):
         self.progress.update(self.task, completed=state.global_step)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Show the figures of a step, as a tracker."""
+        """Show the figures of a step."""
         if "bits_per_byte" in figures:
             self._last = figures
             rate = f"{figures['tokens_per_second']:,.0f} tokens/s"

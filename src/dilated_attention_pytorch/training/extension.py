@@ -356,8 +356,7 @@ def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcom
             with trainer.checkpoints.writing("the trained model"):
                 _finish(run, record, trainer)
             bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
-            for tracker in trackers:
-                tracker.log(done, {"final_bits_per_byte": bits})
+            trackers.log(done, {"final_bits_per_byte": bits})
     return ExtensionOutcome.of_record(opened.folder, record, done, stopped_by)
 
 

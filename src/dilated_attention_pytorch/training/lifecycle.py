@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .run_settings import RunSettings
     from .run_trainer import RunTrainer
-    from .trackers import Tracker
+    from .trackers import Trackers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +245,7 @@ def train_to_the_end(
     trainer: RunTrainer,
     *,
     work: WorkDone,
-    trackers: Sequence[Tracker],
+    trackers: Trackers,
 ) -> int | None:
     """Train from the starting checkpoint, with progress bar, metrics and checkpoints.
 
@@ -280,7 +280,7 @@ def train_to_the_end(
                     work=work,
                     device=args.device,
                     matrix_product_flops=rate,
-                    trackers=[bar, *trackers],
+                    receivers=[bar.log, trackers.log],
                 )
             )
             trainer.add_callback(bar)

@@ -302,9 +302,8 @@ def _go(run: _Run) -> Outcome:
             return Outcome(run=opened.folder, step=done, stopped_by=stopped_by)
         with naming_ranks("evaluating", trainer):
             outcome = _finish(run, trainer, evaluation, xz)
-        for tracker in trackers:
-            assert outcome.bits_per_byte is not None
-            tracker.log(done, {"final_bits_per_byte": outcome.bits_per_byte})
+        assert outcome.bits_per_byte is not None
+        trackers.log(done, {"final_bits_per_byte": outcome.bits_per_byte})
     return outcome
 
 
