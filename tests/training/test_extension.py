@@ -37,15 +37,15 @@ from dilated_attention_pytorch.training import (
     resume_extension,
 )
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.context_measure import bits_of_tokens
 from dilated_attention_pytorch.training.corpus import Text, read_corpus
+from dilated_attention_pytorch.training.evaluation import bits_of_tokens
 from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
+from dilated_attention_pytorch.training.pretrained import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.run_checkpoints import RunCheckpoints
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.stages import Stages, stage_ends
-from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
 from training.damage import Payload

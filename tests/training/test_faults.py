@@ -23,11 +23,10 @@ from dilated_attention_pytorch.memory import is_out_of_memory
 from dilated_attention_pytorch.training import RunError, TrainSettings, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, publish
-from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.measures import WorkDone
-from dilated_attention_pytorch.training.trainer import LongNetTrainer
+from dilated_attention_pytorch.training.trainer import ExtensionTrainer, LongNetTrainer
 from training.broken_runs import break_at
 from training.runs import quiet, stop_after, tiny_settings, weights
 

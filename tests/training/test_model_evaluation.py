@@ -131,7 +131,7 @@ def test_a_model_that_copies_recalls_everything_and_one_that_does_not_recalls_no
         )
         monkeypatch.setattr(model_evaluation, "open_model", lambda *given, opened=opened: opened)
         monkeypatch.setattr(model_evaluation, "row_logits", lambda model: None)
-        monkeypatch.setattr("dilated_attention_pytorch.training.context_measure.row_logits", lambda model: None)
+        monkeypatch.setattr("dilated_attention_pytorch.training.evaluation.row_logits", lambda model: None)
         settings = EvalSettings(lengths=(256, 512), windows=1, recall_texts=2, precision="float32", device="cpu")
         file = evaluate_model("x", settings, tmp_path / f"{name}.json", quiet())
         results[name] = json.loads(file.read_text())

@@ -23,8 +23,8 @@ from transformers import (
 
 from dilated_attention_pytorch.models import token_loss
 from dilated_attention_pytorch.training import ExtensionSettings
-from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.row_logits import row_logits
+from dilated_attention_pytorch.training.trainer import ExtensionTrainer
 from training.runs import open_run
 
 SIZES: dict[str, Any] = {

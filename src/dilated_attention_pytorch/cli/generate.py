@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import tyro
 
 from dilated_attention_pytorch.training import RunError
+from dilated_attention_pytorch.training.eight_bit import Weights, import_torchao, make_small
 from dilated_attention_pytorch.training.run_settings import Device
 from dilated_attention_pytorch.training.settings import SampleSettings
-from dilated_attention_pytorch.training.small_weights import Weights, import_torchao, make_small
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetLM
@@ -76,7 +76,7 @@ class Generate(SampleSettings):
                 print()
 
     def _write(self, model: LongNetLM, tokenizer: Tokenizer, prompt: str) -> None:
-        from dilated_attention_pytorch.training.sampling import sample_text
+        from dilated_attention_pytorch.training.trained_model import sample_text
 
         sys.stdout.write(prompt)
         sys.stdout.flush()

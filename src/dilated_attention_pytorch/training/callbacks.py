@@ -22,9 +22,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dilated_attention_pytorch.output import write_text
 
 from .faults import cost_of_faults
+from .lifecycle import RewindRequested
 from .manifest import opened
 from .measures import WorkDone, peak_memory
-from .rewind import RewindRequested
 from .stragglers import OWN_SECONDS, STEP_SECONDS
 
 METRICS_NAME = "metrics.jsonl"

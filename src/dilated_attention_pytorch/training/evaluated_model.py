@@ -18,9 +18,8 @@ from .data.run_data import read_data, tokenizer_of
 from .data.sources import Say
 from .data.tokenizer import Tokenizer, byte_lengths
 from .manifest import MANIFEST_NAME, read_sealed, verify_manifest
-from .pretrained import check_same_model, check_source, load_config, load_model
+from .pretrained import check_same_model, check_source, load_config, load_model, load_tokenizer, num_bytes, tokenized
 from .settings import TrainSettings
-from .tokens import load_tokenizer, num_bytes, tokenized
 from .trained_model import model_folder
 
 if TYPE_CHECKING:

@@ -1,12 +1,13 @@
-"""Final evaluation of a trained model: bits per byte by quarter of its context, compared with xz, as a chart."""
+"""Bits per byte of a model's predictions: by quarter of the context, by context length and position; as charts."""
 
 from __future__ import annotations
 
 import lzma
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,18 @@ from torch.nn import functional
 from dilated_attention_pytorch.output import replacing
 
 from .autocast import autocast
-from .callbacks import read_metrics
+from .row_logits import RowLogits, row_logits
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel
+
     from dilated_attention_pytorch.models import LongNetLM
+
+
+_ROWS = 1024
+"""Rows per loss computation."""
+_POINTS_PER_DOUBLING = 2
 
 
 def xz_bits_per_byte(data: bytes) -> float:
@@ -82,6 +91,8 @@ def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Pat
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from .callbacks import read_metrics
+
     entries = read_metrics(run)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -107,3 +118,108 @@ def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Pat
     with replacing(path) as staged:
         figure.savefig(staged, dpi=120, format="png")
     return path
+
+
+@torch.inference_mode()
+def bits_of_tokens(
+    model: PreTrainedModel, texts: Sequence[Tensor], context: int, precision: str, console: Console, what: str
+) -> list[Tensor]:
+    """Bits of every token except the first of each text, with a context of at most ``context`` tokens.
+
+    Texts are split into chunks of ``context`` tokens with an overlap of one token, so that the same tokens are
+    predicted for every context.
+
+    Args:
+        model: a causal language model.
+        texts: int64 ``[N]`` each.
+        context: context length in tokens, including the predicted token.
+        precision: computation precision (:mod:`.autocast`).
+        console: console for the progress bar.
+        what: label of the bar.
+
+    Returns:
+        float64 ``[N - 1]`` each, in bits per token.
+    """
+    from rich.progress import track
+
+    model.eval()
+    parts = row_logits(model)
+    found = []
+    for text in track(texts, what, console=console, disable=not console.is_terminal, transient=True):
+        pieces = [text[start : start + context] for start in range(0, len(text) - 1, context - 1)]
+        found.append(torch.cat([predicted(model, parts, piece, precision).bits for piece in pieces]))
+    return found
+
+
+class Predicted(NamedTuple):
+    """Predictions for every token of a text except the first, given the tokens before it."""
+
+    bits: Tensor
+    """float64 ``[N - 1]``."""
+    is_likeliest: Tensor
+    """bool ``[N - 1]``: whether the token had the highest probability."""
+
+
+@torch.inference_mode()
+def predicted(model: PreTrainedModel, parts: RowLogits | None, tokens: Tensor, precision: str) -> Predicted:
+    """Evaluate a model's predictions on a text.
+
+    Args:
+        model: a causal language model in eval mode.
+        parts: from :func:`row_logits`, to compute logits one block of rows at a time; None computes all at once.
+        tokens: int64 ``[N]``.
+        precision: computation precision (:mod:`.autocast`).
+    """
+    device = next(model.parameters()).device
+    tokens = tokens.to(device)
+    bits, is_likeliest = [], []
+    with autocast(precision, device.type):
+        inputs = tokens[None, :-1]
+        computed = model(inputs, use_cache=False).logits[0] if parts is None else parts.hidden(inputs)[0]
+        for first in range(0, len(computed), _ROWS):
+            rows = computed[first : first + _ROWS]
+            logits = (rows if parts is None else parts.output(rows)).float()
+            expected = tokens[1 + first : 1 + first + len(rows)]
+            bits.append(functional.cross_entropy(logits, expected, reduction="none").double().cpu() / math.log(2))
+            is_likeliest.append((logits.argmax(-1) == expected).cpu())
+    return Predicted(torch.cat(bits), torch.cat(is_likeliest))
+
+
+def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) -> None:
+    """Plot bits per byte by position in the window, one curve per model state.
+
+    Args:
+        path: image file.
+        curves: bits per position, ``[N - 1]``, by name.
+        own_length: the model's original context length, drawn as a vertical line.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, bits in curves.items():
+        places, means = binned(bits)
+        axes.plot(places, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
+    axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("position in the text, tokens")
+    axes.set_ylabel("bits per byte")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replacing(path) as staged:
+        figure.savefig(staged, dpi=120, format="png")
+
+
+def binned(bits: Tensor) -> tuple[list[float], list[float]]:
+    """Means over geometrically growing ranges of positions, at their geometric midpoints."""
+    edges = [1]
+    while edges[-1] <= len(bits):
+        edges.append(max(edges[-1] + 1, round(edges[-1] * 2 ** (1 / _POINTS_PER_DOUBLING))))
+    edges[-1] = len(bits) + 1
+    ranges = [(first, after) for first, after in pairwise(edges) if after > first]
+    places = [math.sqrt(first * (after - 1)) for first, after in ranges]
+    return places, [bits[first - 1 : after - 1].mean().item() for first, after in ranges]

@@ -20,7 +20,16 @@ from .checkpoint import RESTORE, SETTINGS_NAME, save_finished
 from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
 from .data.sources import describe_skipped
 from .extension_settings import ExtensionSettings
-from .lifecycle import OpenRun, begin, check_same_corpus, find_run, open_for_resume, read_record, train_to_the_end
+from .lifecycle import (
+    OpenRun,
+    begin,
+    check_same_corpus,
+    find_run,
+    open_for_resume,
+    read_record,
+    train_to_the_end,
+    with_rewind,
+)
 from .manifest import sealed, sums, verify_sums
 from .measures import WorkDone
 from .outcome import STATES, ExtensionOutcome
@@ -31,12 +40,13 @@ from .pretrained import (
     length_of,
     load_config,
     load_model,
+    load_tokenizer,
+    num_bytes,
     num_kv_heads,
+    tokenized,
 )
-from .rewind import with_rewind
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
-from .tokens import load_tokenizer, num_bytes, tokenized
 from .trackers import tracking
 from .windows import EvaluationWindows, StagedBatches, one_batch
 
@@ -284,7 +294,7 @@ def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
 
 def _measure(run: _Extension, state: str, record: dict[str, Any]) -> None:
     """Bits per byte of every position, at both lengths, into the record."""
-    from .context_measure import bits_of_tokens
+    from .evaluation import bits_of_tokens
 
     held_out = _held_out_windows(run.held_out, run.settings)
     start = time.perf_counter()
@@ -314,8 +324,8 @@ def _curve(record: dict[str, Any], state: str) -> Tensor:
 
 
 def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcome:
-    from .arguments import arguments
-    from .extension_trainer import ExtensionTrainer
+    from .run_trainer import training_arguments
+    from .trainer import ExtensionTrainer
 
     settings, opened = run.settings, run.opened
     logits = row_logits(run.model)
@@ -331,7 +341,9 @@ def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcom
         # transformers 5.23 gave it this name; before it was the other.
         name = "activation_checkpointing_enable"
         getattr(run.model, name, run.model.gradient_checkpointing_enable)()
-    args = arguments(settings, opened.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    args = training_arguments(
+        settings, opened.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1
+    )
     trainer = ExtensionTrainer(
         settings=settings,
         model=run.model,
@@ -361,7 +373,7 @@ def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcom
 
 
 def _finish(run: _Extension, record: dict[str, Any], trainer: RunTrainer) -> None:
-    from .context_measure import draw_positions
+    from .evaluation import draw_positions
 
     folder = run.opened.folder
     _measure(run, "trained", record)

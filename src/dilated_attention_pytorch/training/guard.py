@@ -18,7 +18,7 @@ from dilated_attention_pytorch.errors import RunError
 from .checkpoint import fitting, latest_checkpoint
 from .faults import Kind, note_fault
 from .finite import is_finite_everywhere, what_is_not_finite
-from .rewind import RewindRequested
+from .lifecycle import RewindRequested
 from .run_checkpoints import RunCheckpoints
 from .together import from_first
 

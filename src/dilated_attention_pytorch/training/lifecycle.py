@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine
@@ -24,7 +25,7 @@ from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_
 from .lease import Lease
 from .manifest import read_sealed, sealed
 from .measures import WorkDone, matrix_product_rate
-from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank
+from .together import all_or_none, from_all, from_first, in_first, is_first_process, num_processes, process_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -325,3 +326,28 @@ def naming_ranks(doing: str, trainer: RunTrainer) -> Iterator[None]:
             yield
     except parallel.RankFailure as error:
         raise RunError(f"{error}; {trainer.checkpoints.how_to_resume()}") from error
+
+
+_Outcome = TypeVar("_Outcome")
+
+
+class RewindRequested(Exception):
+    """Raised in all processes alike to resume from the newest checkpoint; the message gives the reason."""
+
+
+def with_rewind(begin: Callable[[], _Outcome], resume: Callable[[], _Outcome], console: Console) -> _Outcome:
+    """The result of ``begin``, or of ``resume`` after every :class:`RewindRequested`.
+
+    ``resume`` does the same as ``--resume``, from reading the record to verifying the checkpoint; no state of the
+    failed attempt is kept in memory.
+    """
+    attempt = begin
+    while True:
+        try:
+            return attempt()
+        except RewindRequested as error:
+            reason = str(error)
+        gc.collect()  # model and trainer form reference cycles
+        if is_first_process():
+            console.print(reason, highlight=False, markup=False, soft_wrap=True)
+        attempt = resume

@@ -27,8 +27,8 @@ from dilated_attention_pytorch.output import check_free_folder
 
 from .autocast import multiplies_bfloat16
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
+from .eight_bit import check_float8
 from .extension_settings import ExtensionSettings
-from .float8 import check_float8
 from .lease import LEASE_FILES
 from .pretrained import num_parameters
 from .run_settings import Device, Precision

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import check_training_memory
+from dilated_attention_pytorch.estimate.parallel_choice import choose_parallel
 from dilated_attention_pytorch.machine import package_digest, package_version, versions
 from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
@@ -25,7 +27,7 @@ from .checkpoint import SETTINGS_NAME, save_finished
 from .corpus import corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import describe_skipped
-from .float8 import convert_to_float8
+from .eight_bit import convert_to_float8
 from .lifecycle import (
     Found,
     OpenRun,
@@ -36,18 +38,17 @@ from .lifecycle import (
     open_for_resume,
     read_record,
     train_to_the_end,
+    with_rewind,
 )
 from .manifest import read_sealed, sealed
 from .outcome import SAMPLE_NAME, Outcome
-from .parallel_choice import choose_together
 from .process import launch, launch_record
-from .rewind import with_rewind
 from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages
-from .together import check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
+from .together import all_or_none, check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
 from .trackers import tracking
-from .verification import check_same_model
+from .trained_model import check_same_model
 from .zero import zero_stage
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _prepared(
     """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``."""
     preflight.run_checks(preflight.TRAINING.machine, settings, folder, device)
     if record is None:
-        settings = choose_together(settings, device, console)
+        settings = _choose_together(settings, device, console)
     else:
         verify_tokenizer(folder, record)
     tokenizer = read_tokenizer(settings, None if record is None else folder)
@@ -199,6 +200,22 @@ def _prepared(
     else:
         check_same_corpus(data.figures, record["corpus"], folder)
     return settings, data, _build(settings)
+
+
+def _choose_together(settings: TrainSettings, device: str, console: Console) -> TrainSettings:
+    """:func:`choose_parallel` for all processes of a run with ``--parallel auto``; prints the reason once.
+
+    Raises:
+        RunError: the choice needs more memory than there is.
+    """
+    if settings.parallel == "manual":
+        return settings
+    # The first process decides: free memory differs between hosts.
+    chosen, reason = from_first(lambda: choose_parallel(settings, device, num_processes()))
+    if is_first_process():
+        console.print(reason, highlight=False, markup=False, soft_wrap=True)
+    all_or_none(lambda: check_training_memory(chosen, device, num_processes()))
+    return chosen
 
 
 def _was_begun_by_this_launch(output: Path) -> bool:
@@ -216,10 +233,10 @@ def _was_begun_by_this_launch(output: Path) -> bool:
 @contextmanager
 def _joined(settings: TrainSettings, folder: Path, device: str, command: str) -> Iterator[TrainingArguments]:
     """Context in which the processes communicate; checks that all have the same settings; builds TrainingArguments."""
-    from .arguments import arguments
+    from .run_trainer import training_arguments
 
     with joined("nccl" if device == "cuda" else "gloo", settings.timeout):
-        args = arguments(
+        args = training_arguments(
             settings,
             folder,
             device,
@@ -324,7 +341,7 @@ def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, traini
 
 def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: float) -> Outcome:
     from .evaluation import bits_by_quarter, bits_of_last_quarter_alone, draw_losses
-    from .sampling import sample_text
+    from .trained_model import sample_text
 
     settings, opened, folder = run.settings, run.opened, run.opened.folder
     if trainer.is_world_process_zero():
