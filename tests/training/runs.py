@@ -107,7 +107,7 @@ def open_run(folder: Path) -> OpenRun:
     return OpenRun(
         folder=folder,
         run_id="of-a-test",
-        start=Start(checkpoint=None, left={}),
+        start=Start(checkpoint=None, rejected={}),
         lease=None,
         staging=staging_folder(folder, "of-a-test"),
         console=quiet(),

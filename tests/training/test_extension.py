@@ -533,7 +533,7 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
         patch.setattr(extension, "_go", lambda run, record, device: run)
         taken: Any = resume_extension(run, quiet())
         assert taken.opened.start.checkpoint == older
-        assert list(taken.opened.start.left) == [checkpoint.name]
+        assert list(taken.opened.start.rejected) == [checkpoint.name]
     shutil.rmtree(older)
     with pytest.raises(RunError, match=r"optimizer\.pt is damaged"):
         resume_extension(run, quiet())
@@ -545,7 +545,7 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
         resume_extension(run, quiet())
     for damage in ({"kind": "other"}, {"measured": {**record["measured"], "replaced": {"by_position": [1.0]}}}):
         change_sealed(run / "training.json", **{**record, **damage})
-        with pytest.raises(RunError, match="describes no such run"):
+        with pytest.raises(RunError, match="describes no run"):
             resume_extension(run, quiet())
     change_sealed(run / "training.json", **{**record, "model": {**record["model"], "more": 3}})
     with pytest.raises(RunError, match=r"foreign checkpoint: .*\(more differ\)"):

@@ -74,7 +74,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits
 
     def take_and_tell(self: LongNetTrainer, *args: Any, **options: Any) -> Tensor:
         if self.state.global_step == 6:
-            assert not list(self.place.folder.glob("checkpoint-*"))
+            assert not list(self.run.folder.glob("checkpoint-*"))
             step_done.set()
         return take(self, *args, **options)
 

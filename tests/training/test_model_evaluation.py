@@ -20,8 +20,8 @@ from dilated_attention_pytorch.training.corpus import read_corpus
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.evaluated_model import EvaluatedModel
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
-from dilated_attention_pytorch.training.outcome import Outcome
 from dilated_attention_pytorch.training.recall import CUE_LETTERS, NEEDLE_LETTERS, associations, needle
+from dilated_attention_pytorch.training.record import Outcome
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.runs import quiet, tiny_settings, write_texts
 

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.training.evaluation import (
     bits_of_last_quarter_alone,
     xz_bits_per_byte,
 )
-from dilated_attention_pytorch.training.outcome import Outcome
+from dilated_attention_pytorch.training.record import Outcome
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.runs import quiet, stop_after, stopped_run, tiny_settings, weights
 

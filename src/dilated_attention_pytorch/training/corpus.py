@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import check_memory
 
 from .data.sources import SEPARATOR, Say, Sources
@@ -106,3 +107,12 @@ def corpus_in_words(paths: Sequence[Path], figures: dict[str, int]) -> str:
         f"{source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
         f"{figures['held_out_files']} files held out"
     )
+
+
+def check_same_corpus(now: dict[str, int], figures: dict[str, int], folder: Path) -> None:
+    """Raise :class:`RunError` unless the text of a resumed run has the recorded figures."""
+    if now != figures:
+        raise RunError(
+            f"--resume {folder}: the text is not what the run began with (now {now}, then {figures}); restore the "
+            "files, or start a new run with another --output"
+        )

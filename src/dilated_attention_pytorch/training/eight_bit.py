@@ -90,16 +90,16 @@ def _bytes(tensor: Tensor) -> int:
 
 def check_float8(device: str) -> None:
     """Raise :class:`RunError` unless the hardware supports float8 products."""
-    found = "no CUDA device"
+    hardware = "no CUDA device"
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) >= LEAST_CAPABILITY:
             import_torchao("--precision float8")
             return
-        found = f"one of compute capability {major}.{minor}"
+        hardware = f"one of compute capability {major}.{minor}"
     raise RunError(
         "--precision float8 needs a CUDA GPU whose tensor cores multiply float8, from compute capability 8.9 (Ada, "
-        f"Hopper) on, and the run has {found}; take --precision bfloat16"
+        f"Hopper) on, and the run has {hardware}; take --precision bfloat16"
     )
 
 

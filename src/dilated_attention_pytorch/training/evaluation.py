@@ -144,11 +144,11 @@ def bits_of_tokens(
 
     model.eval()
     parts = row_logits(model)
-    found = []
+    bits = []
     for text in track(texts, what, console=console, disable=not console.is_terminal, transient=True):
-        pieces = [text[start : start + context] for start in range(0, len(text) - 1, context - 1)]
-        found.append(torch.cat([predicted(model, parts, piece, precision).bits for piece in pieces]))
-    return found
+        chunks = [text[start : start + context] for start in range(0, len(text) - 1, context - 1)]
+        bits.append(torch.cat([predicted(model, parts, chunk, precision).bits for chunk in chunks]))
+    return bits
 
 
 class Predicted(NamedTuple):
@@ -200,8 +200,8 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, bits in curves.items():
-        places, means = binned(bits)
-        axes.plot(places, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
+        midpoints, means = binned(bits)
+        axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
     axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -221,5 +221,5 @@ def binned(bits: Tensor) -> tuple[list[float], list[float]]:
         edges.append(max(edges[-1] + 1, round(edges[-1] * 2 ** (1 / _POINTS_PER_DOUBLING))))
     edges[-1] = len(bits) + 1
     ranges = [(first, after) for first, after in pairwise(edges) if after > first]
-    places = [math.sqrt(first * (after - 1)) for first, after in ranges]
-    return places, [bits[first - 1 : after - 1].mean().item() for first, after in ranges]
+    midpoints = [math.sqrt(first * (after - 1)) for first, after in ranges]
+    return midpoints, [bits[first - 1 : after - 1].mean().item() for first, after in ranges]

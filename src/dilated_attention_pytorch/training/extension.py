@@ -13,26 +13,21 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_flops
-from dilated_attention_pytorch.output import write_text
 
 from . import preflight
-from .checkpoint import RESTORE, SETTINGS_NAME, save_finished
-from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
+from .checkpoint import RESTORE
+from .corpus import Corpus, Text, check_same_corpus, corpus_figures, corpus_in_words, read_corpus
 from .data.sources import describe_skipped
 from .extension_settings import ExtensionSettings
 from .lifecycle import (
     OpenRun,
     begin,
-    check_same_corpus,
-    find_run,
     open_for_resume,
-    read_record,
     train_to_the_end,
     with_rewind,
 )
-from .manifest import sealed, sums, verify_sums
+from .manifest import sums, verify_sums
 from .measures import WorkDone
-from .outcome import STATES, ExtensionOutcome
 from .pretrained import (
     check_same_model,
     check_source,
@@ -45,6 +40,7 @@ from .pretrained import (
     num_kv_heads,
     tokenized,
 )
+from .record import STATES, ExtensionOutcome, find_run, read_record
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
 from .trackers import tracking
@@ -54,7 +50,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from .run_trainer import RunTrainer
 
 PICTURE_NAME = "context.png"
 _KIND = "extension"
@@ -122,10 +117,10 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
 
 def _begin_or_resume(settings: ExtensionSettings, output: Path, console: Console, may_resume: bool) -> ExtensionOutcome:
     preflight.run_checks(preflight.EXTENDING.settings, settings)
-    found = find_run(output, settings, "extend") if may_resume else "nothing"
-    if found == "finished":
+    state = find_run(output, settings, "extend") if may_resume else "nothing"
+    if state == "finished":
         return ExtensionOutcome.of_finished(output)
-    return _resume(output, console, may_begin=True) if found == "stopped" else _begin(settings, output, console)
+    return _resume(output, console, may_begin=True) if state == "stopped" else _begin(settings, output, console)
 
 
 def _begin(settings: ExtensionSettings, output: Path, console: Console) -> ExtensionOutcome:
@@ -163,19 +158,17 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             "own_length": own_length,
             "corpus": corpus_figures(inputs.corpus),
             "bytes_per_token": bytes_per_token,
-            "measured": {},
+            "measured": {"before": _measured(run, "before")},
         }
-        _measure(run, "before", values)
         _replace(model, settings)
-        _measure(run, "replaced", values)
-        assert opened.lease is not None
-        opened.lease.check()
+        values["measured"]["replaced"] = _measured(run, "replaced")
+        opened.check()
         # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
         if inputs.tokenizer is not None:
             inputs.tokenizer.model_max_length = settings.length
             values["tokenizer"] = sums(output, (Path(name).name for name in inputs.tokenizer.save_pretrained(output)))
-        record = opened.write_record("extend", settings, device, **values, model=figures_of(model.config))
-        return _go(run, record, device)
+        opened.write_record("extend", settings, device, **values, model=figures_of(model.config))
+        return _go(run, device)
 
 
 def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
@@ -188,7 +181,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
     preflight.run_checks(preflight.EXTENDING.settings, settings)
     settings, device = preflight.choose_machine(settings)
     check = functools.partial(check_same_model, what, record["model"])
-    with open_for_resume(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as opened:
+    with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
         checkpoint = opened.start.checkpoint
         source = settings.model if checkpoint is None else str(checkpoint)
         register()
@@ -214,7 +207,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
             bytes_per_token=record["bytes_per_token"],
             model=model,
         )
-        return _go(run, record, device)
+        return _go(run, device)
 
 
 def _read(settings: ExtensionSettings, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> _Inputs:
@@ -292,8 +285,8 @@ def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
     return [windows[index]["input_ids"] for index in range(len(windows))]
 
 
-def _measure(run: _Extension, state: str, record: dict[str, Any]) -> None:
-    """Bits per byte of every position, at both lengths, into the record."""
+def _measured(run: _Extension, state: str) -> dict[str, Any]:
+    """Bits per byte of every position, at both lengths, for the record."""
     from .evaluation import bits_of_tokens
 
     held_out = _held_out_windows(run.held_out, run.settings)
@@ -309,21 +302,22 @@ def _measure(run: _Extension, state: str, record: dict[str, Any]) -> None:
                 f"{state}, reading {context:,} tokens, the model computes NaN or infinity from finite weights in "
                 f"{run.settings.precision}; try --precision float32 or another --rotary, or begin with another model"
             )
-    record["measured"][state] = {
+    seconds = round(time.perf_counter() - start, 1)
+    words = ", ".join(f"{curve.mean():.3f} reading {context:,} tokens" for context, curve in curves.items())
+    run.opened.say(f"{state}: {words} (held-out bits per byte)")
+    return {
         "bits_per_byte": {str(context): curve.mean().item() for context, curve in curves.items()},
         "by_position": [round(value, 5) for value in curves[run.settings.length].tolist()],
         "windows": len(held_out),
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": seconds,
     }
-    words = ", ".join(f"{curve.mean():.3f} reading {context:,} tokens" for context, curve in curves.items())
-    run.opened.say(f"{state}: {words} (held-out bits per byte)")
 
 
 def _curve(record: dict[str, Any], state: str) -> Tensor:
     return torch.tensor(record["measured"][state]["by_position"], dtype=torch.float64)
 
 
-def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcome:
+def _go(run: _Extension, device: str) -> ExtensionOutcome:
     from .run_trainer import training_arguments
     from .trainer import ExtensionTrainer
 
@@ -348,7 +342,7 @@ def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcom
         settings=settings,
         model=run.model,
         args=args,
-        place=opened,
+        run=opened,
         training=training,
         evaluation=evaluation,
         data_collator=one_batch,
@@ -362,33 +356,23 @@ def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcom
         flops_after=lambda done: settings.gradient_accumulation * training_flops(flops, stages, done),
     )
     with tracking(settings, opened) as trackers:
-        stopped_by = train_to_the_end(opened, trainer, work=work, trackers=trackers)
+        stopped_by = train_to_the_end(trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done == settings.steps:
             with trainer.checkpoints.writing("the trained model"):
-                _finish(run, record, trainer)
-            bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
+                _finish(run)
+            bits = opened.record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
             trackers.log(done, {"final_bits_per_byte": bits})
-    return ExtensionOutcome.of_record(opened.folder, record, done, stopped_by)
+    return ExtensionOutcome.of_record(opened.folder, opened.record, done, stopped_by)
 
 
-def _finish(run: _Extension, record: dict[str, Any], trainer: RunTrainer) -> None:
+def _finish(run: _Extension) -> None:
     from .evaluation import draw_positions
 
-    folder = run.opened.folder
-    _measure(run, "trained", record)
-    trainer.checkpoints.check_lease()
-    write_text(folder / SETTINGS_NAME, sealed(record))
+    opened, record = run.opened, run.opened.record
+    opened.add_to_record(measured={**record["measured"], "trained": _measured(run, "trained")})
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
-    draw_positions(folder / PICTURE_NAME, curves, run.own_length)
+    draw_positions(opened.folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
-    trainer.checkpoints.check_lease()
-    save_finished(
-        run.model,
-        folder,
-        run_id=run.opened.run_id,
-        step=run.settings.steps,
-        staging=run.opened.staging,
-        check=trainer.checkpoints.check_lease,
-    )
+    opened.save_finished(run.model, run.settings.steps)

@@ -116,7 +116,7 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     opened = open_model(model, device)
     make_small(opened.model, settings.weights)
     lengths = sorted(settings.lengths) or _lengths_up_to(2 * opened.own_length)
-    for name, reason in opened.left.items():
+    for name, reason in opened.rejected.items():
         say(f"{name} is skipped, {opened.weights} is used instead: {reason}")
     held_out = _held_out(opened, settings, max(lengths), say)
     _check_length(model, opened, held_out.windows[0], precision)
@@ -162,17 +162,17 @@ def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, say: 
             f"--data holds out {least:,} tokens, fewer than one window of --lengths {length}; give more "
             f"text, or --lengths of at most {least}"
         )
-    found = _HeldOut([], [])
+    held_out = _HeldOut([], [])
     for text, weight in zip(texts, weights, strict=True):
         count = max(1, int(settings.windows * weight / sum(weights)))
         windows = EvaluationWindows(text, length, count)
-        found.windows.extend(windows[index]["input_ids"] for index in range(len(windows)))
+        held_out.windows.extend(windows[index]["input_ids"] for index in range(len(windows)))
         if opened.reads_documents:
             rows = held_out_rows(text, length, count)
-            found.texts.extend(document for row in rows for document in documents_of(row) if len(document) > 1)
-    for tokens in (*found.windows, *found.texts):
+            held_out.texts.extend(document for row in rows for document in documents_of(row) if len(document) > 1)
+    for tokens in (*held_out.windows, *held_out.texts):
         opened.check_tokens(tokens)
-    return found if opened.reads_documents else _HeldOut(found.windows, found.windows)
+    return held_out if opened.reads_documents else _HeldOut(held_out.windows, held_out.windows)
 
 
 def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision: str) -> None:
@@ -265,12 +265,12 @@ def _needles(
             )
             for number in range(settings.recall_texts)
         ]
-        found = [look(task) for task in tasks]
+        answers = [look(task) for task in tasks]
         yield {
             "distance": distance,
-            "again": statistics.fmean(bits / asked.num_bytes for one in found for asked, bits, _ in one.again),
+            "again": statistics.fmean(bits / asked.num_bytes for answer in answers for asked, bits, _ in answer.again),
             "first": statistics.fmean(
-                one.first / task.again[0].num_bytes for one, task in zip(found, tasks, strict=True)
+                answer.first / task.again[0].num_bytes for answer, task in zip(answers, tasks, strict=True)
             ),
         }
 

@@ -158,7 +158,7 @@ def load_model(what: str, model: str, device: str, *, attention: str | None = No
     chosen = {} if attention is None else {"attn_implementation": attention}
     refusals: tuple[type[Exception], ...] = (OSError, SafetensorError, *configuration_errors())
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, **chosen
         )
     except pickle.UnpicklingError as error:
@@ -168,8 +168,8 @@ def load_model(what: str, model: str, device: str, *, attention: str | None = No
         ) from error
     except refusals as error:
         raise RunError(f"{what}: the weights of {model} cannot be loaded ({error}); copy them again") from error
-    loaded: PreTrainedModel = found[0]
-    missing = sorted(found[1]["missing_keys"])
+    loaded: PreTrainedModel = result[0]
+    missing = sorted(result[1]["missing_keys"])
     if missing:
         raise RunError(
             f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "

@@ -23,26 +23,22 @@ from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME, save_finished
-from .corpus import corpus_in_words
+from .checkpoint import SETTINGS_NAME
+from .corpus import check_same_corpus, corpus_in_words
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import describe_skipped
 from .eight_bit import convert_to_float8
 from .lifecycle import (
-    Found,
     OpenRun,
     begin,
-    check_same_corpus,
-    find_run,
     naming_ranks,
     open_for_resume,
-    read_record,
     train_to_the_end,
     with_rewind,
 )
-from .manifest import read_sealed, sealed
-from .outcome import SAMPLE_NAME, Outcome
+from .manifest import read_sealed
 from .process import launch, launch_record
+from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
 from .spreading import spread_anew
 from .stages import Stages
@@ -125,7 +121,7 @@ def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, ma
     if not (may_resume or is_again):
         preflight.run_checks(checks.processes, settings)
 
-    def find() -> Found:
+    def find() -> RunState:
         if may_resume:
             return find_run(output, settings, "train")
         return "stopped" if is_again else "nothing"
@@ -133,10 +129,10 @@ def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, ma
     chosen, device = preflight.choose_machine(settings)
     with _joined(chosen, output, device, "train") as args:
         # The file systems of several hosts may not show the same files yet.
-        found = from_first(find)
-        if found == "finished":
+        state = from_first(find)
+        if state == "finished":
             return Outcome.of_finished(output)
-        if found == "nothing":
+        if state == "nothing":
             preflight.run_checks(checks.processes, settings)
             return _begin(chosen, output, console, device, args)
     return _resume(output, console, {}, may_begin=True)
@@ -179,7 +175,7 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
     with _joined(settings, folder, device, "resume") as args:
         settings, data, model = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
-        with open_for_resume(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as opened:
+        with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
             return _go(_Run(opened=opened, settings=settings, device=device, data=data, model=model, args=args))
 
 
@@ -296,7 +292,7 @@ def _go(run: _Run) -> Outcome:
         args=args,
         settings=settings,
         distribution=distribution,
-        place=opened,
+        run=opened,
         data=run.data,
         stages=stages,
         training=training,
@@ -311,7 +307,7 @@ def _go(run: _Run) -> Outcome:
         torch.manual_seed(random.Random(f"{settings.seed}:{distribution.rows_rank}").getrandbits(63))
     with closing(distribution), tracking(settings, opened) as trackers:
         work = run.data.work(training, stages, windows_per_step)
-        stopped_by = train_to_the_end(opened, trainer, work=work, trackers=trackers)
+        stopped_by = train_to_the_end(trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done < settings.steps:
             if trainer.is_world_process_zero():
@@ -350,7 +346,7 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_bits_per_byte"]
     files, lengths = run.data.long_files(), run.data.byte_lengths
     # Every process evaluates the whole model by itself, so that none waits for another.
-    model = trainer.distribution.whole(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+    model = trainer.distribution.full_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     quarters = bits_by_quarter(model.model, files, settings.precision, lengths) if files else None
     alone = bits_of_last_quarter_alone(model.model, files, settings.precision, lengths) if files else None
     sampling = SampleSettings(
@@ -369,21 +365,11 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
             "quarter_files": len(files),
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }
-        trainer.checkpoints.check_lease()
-        record = read_sealed(folder / SETTINGS_NAME, what="the end of the run", remedy="restore it from a copy")
-        write_text(folder / SETTINGS_NAME, sealed({**record, "result": result}))
+        opened.add_to_record(result=result)
         write_text(folder / SAMPLE_NAME, sample + "\n")
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
-        trainer.checkpoints.check_lease()
         with trainer.checkpoints.writing("the trained model"):
-            save_finished(
-                model,
-                folder,
-                run_id=opened.run_id,
-                step=trainer.state.global_step,
-                staging=opened.staging,
-                check=trainer.checkpoints.check_lease,
-            )
+            opened.save_finished(model, trainer.state.global_step)
     return Outcome(
         run=folder,
         step=trainer.state.global_step,

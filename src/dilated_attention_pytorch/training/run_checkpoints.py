@@ -24,7 +24,6 @@ from dilated_attention_pytorch.estimate.memory import largest_file
 from .checkpoint import checkpoint_step, checkpoints, clear, latest_checkpoint, publish, remove_leftovers
 from .extension_settings import ExtensionSettings
 from .faults import note_resumed
-from .lease import check_exists
 from .lifecycle import OpenRun
 from .preflight import checkpoint_space, file_limit
 from .settings import TrainSettings
@@ -115,21 +114,20 @@ class RunCheckpoints(TrainerCallback):
     """Writes the checkpoints of a run to its staging area, renames each when complete, and then removes old ones.
 
     Args:
-        place: the run folder with its lease. Damaged checkpoints are removed when the next one is complete.
+        run: the run. Damaged checkpoints are removed when the next one is complete.
         settings: settings of the run.
         args: transformers' arguments of this process.
         num_weights: number of the model's weights, for the sizes of files.
     """
 
     def __init__(
-        self, place: OpenRun, settings: TrainSettings | ExtensionSettings, args: TrainingArguments, num_weights: int
+        self, run: OpenRun, settings: TrainSettings | ExtensionSettings, args: TrainingArguments, num_weights: int
     ) -> None:
-        self.place, self.settings, self.args = place, settings, args
-        self.run = place.folder
-        self.output = place.folder
+        self.run, self.settings, self.args = run, settings, args
+        self.output = run.folder
         """The folder in which transformers writes now."""
         self.writer = CheckpointWriter(settings.async_checkpoints)
-        self._left: Collection[str] = place.start.left.keys()
+        self._rejected: Collection[str] = run.start.rejected.keys()
         self._num_weights = num_weights
         self._to_write: list[Callable[[], None]] = []
 
@@ -139,18 +137,10 @@ class RunCheckpoints(TrainerCallback):
         """Remove what killed jobs left, and log the resumption."""
         if not args.should_save:
             return
-        start = self.place.start.checkpoint
-        remove_leftovers(
-            self.run, start=start, keep=self.settings.keep_checkpoints, left=self._left, check=self.check_lease
-        )
-        if self.place.before is not None:
-            note_resumed(self.run, self.place.before, start, step=self.place.step, processes=args.world_size)
-
-    def check_lease(self) -> None:
-        """Raise :class:`RunError` if another job has taken the run folder, or the folder is gone."""
-        check_exists(self.run)
-        if self.place.lease is not None:
-            self.place.lease.check()
+        run, start, keep = self.run, self.run.start.checkpoint, self.settings.keep_checkpoints
+        remove_leftovers(run.folder, start=start, keep=keep, rejected=self._rejected, check=run.check)
+        if run.before is not None:
+            note_resumed(run.folder, run.before, start, step=run.step, processes=args.world_size)
 
     def finish(self) -> None:
         """Wait, in every process, for the checkpoint being written.
@@ -168,15 +158,15 @@ class RunCheckpoints(TrainerCallback):
     def staging(self, what: str) -> Iterator[None]:
         """Context in which the small files of ``what`` are written, and the large ones copied (:meth:`write_later`)."""
         self.finish()
-        self.output = self.place.staging
+        self.output = self.run.staging
         try:
             with self.writing(what):
-                from_first(self.check_lease)
+                from_first(self.run.check)
                 if self.args.should_save:
-                    clear(self.place.staging)
+                    clear(self.run.staging)
                 yield
         finally:
-            self.output = self.run
+            self.output = self.run.folder
         if self.args.should_save:
             self.writer.start(partial(self._complete, what, self._to_write))
         self._to_write = []
@@ -185,19 +175,19 @@ class RunCheckpoints(TrainerCallback):
         with self.writing(what):
             for write in to_write:
                 write()
-            complete = latest_checkpoint(self.place.staging)
+            complete = latest_checkpoint(self.run.staging)
             assert complete is not None
-            self.check_lease()
+            self.run.check()
             publish(
                 complete,
-                self.run,
-                run_id=self.place.run_id,
+                self.run.folder,
+                run_id=self.run.run_id,
                 processes=self.args.world_size,
                 keep=self.settings.keep_checkpoints,
-                left=self._left,
-                check=self.check_lease,
+                rejected=self._rejected,
+                check=self.run.check,
             )
-        self._left = ()
+        self._rejected = ()
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -206,15 +196,15 @@ class RunCheckpoints(TrainerCallback):
             yield
         except (OSError, RuntimeError, SafetensorError, RunError) as error:
             if self.args.should_save:
-                clear(self.place.staging)
+                clear(self.run.staging)
             if isinstance(error, RunError):
                 raise
-            self.raise_disk_error(error, f"while {what} was written to {self.run}")
+            self.raise_disk_error(error, f"while {what} was written to {self.run.folder}")
             raise
 
     def raise_disk_error(self, error: Exception, when: str) -> None:
         """Raise :class:`RunError` with a remedy if the disk is the reason of ``error``."""
-        self.check_lease()
+        self.run.check()
         reason, remedy = self._disk_trouble(error)
         if reason:
             raise RunError(f"{reason} {when}; {remedy}, {self.how_to_resume()}") from error
@@ -222,10 +212,10 @@ class RunCheckpoints(TrainerCallback):
     def how_to_resume(self) -> str:
         """Message after a stop: what is kept of the run, and how to resume it."""
         self.writer.wait()
-        kept = next((path for path in checkpoints(self.run) if path.name not in self._left), None)
+        kept = next((path for path in checkpoints(self.run.folder) if path.name not in self._rejected), None)
         if kept is None:
             return "no checkpoint was complete yet"
-        return f"the checkpoint of step {checkpoint_step(kept)} is kept: resume from it with --resume {self.run}"
+        return f"the checkpoint of step {checkpoint_step(kept)} is kept: resume from it with --resume {self.run.folder}"
 
     def _disk_trouble(self, error: Exception) -> tuple[str, str]:
         """Why the disk refused, "" if it did not, and a remedy. Torch and safetensors pass on no error number."""
@@ -237,5 +227,5 @@ class RunCheckpoints(TrainerCallback):
         optimizer, weights = self.settings.optimizer, self._num_weights
         if number == errno.EFBIG or (number is None and file_limit() < largest_file(optimizer, weights)):
             return "the limit on the size of a file is reached (ulimit -f)", "raise it"
-        is_short = shutil.disk_usage(self.run).free < checkpoint_space(optimizer, weights)
+        is_short = shutil.disk_usage(self.run.folder).free < checkpoint_space(optimizer, weights)
         return ("the disk is full" if is_short and not isinstance(error, OSError) else "", _MAKE_ROOM)

@@ -48,7 +48,7 @@ class RunTrainer(Trainer):
         model: the model to train.
         args: transformers' arguments; ``output_dir`` is the run folder.
         settings: settings of the run.
-        place: the run folder with its lease.
+        run: the run.
         training, evaluation: training windows, and windows of the evaluations during training.
         data_collator: collate function.
         bytes_per_token: mean bytes of text per token.
@@ -60,7 +60,7 @@ class RunTrainer(Trainer):
         model: torch.nn.Module,
         args: TrainingArguments,
         settings: TrainSettings | ExtensionSettings,
-        place: OpenRun,
+        run: OpenRun,
         training: Dataset[Any],
         evaluation: Dataset[Any],
         data_collator: Any,
@@ -76,14 +76,14 @@ class RunTrainer(Trainer):
             self.scaler = GradScaler(args.device.type, init_scale=_SCALE)
             self.accelerator.scaler, self.accelerator.native_amp = self.scaler, True
         self.settings = settings
-        self.place = place
+        self.run = run
         self.bytes_per_token = bytes_per_token
-        self._logged = place.step
+        self._logged = run.step
         self._batches: list[dict[str, Any]] = []
         self._num_items: Tensor | int | None = None
         self._step_losses: list[Tensor] = []
         num_weights = sum(weight.numel() for weight in model.parameters())
-        self.checkpoints = RunCheckpoints(place, settings, args, num_weights)
+        self.checkpoints = RunCheckpoints(run, settings, args, num_weights)
         assert isinstance(training, Sized)
         self.guard = Guard(self.checkpoints, self._tensors, self.accelerator, len(training))
         self.own_time = OwnTime(args)
@@ -155,7 +155,7 @@ class RunTrainer(Trainer):
             RunError: memory ran out.
         """
         step = self.state.global_step + 1
-        if step in self.place.skipped:
+        if step in self.run.skipped:
             return torch.zeros((), device=self.args.device)
         self.own_time.start()
         try:
@@ -196,17 +196,17 @@ class RunTrainer(Trainer):
         If the loss scale made gradients overflow, the step's batches are taken again with a lower one:
         :class:`torch.amp.GradScaler` alone would leave them out.
         """
-        norm, whole = self._norm(model)
-        while self._overflows(whole):
+        local_norm, norm = self._norm(model)
+        while self._overflows(norm):
             self._repeat_step(model)
-            norm, whole = self._norm(model)
+            local_norm, norm = self._norm(model)
         # Before clipping: a non-finite norm would turn all gradients into NaN or 0.
-        self.guard.check_step(self._step_losses, whole)
-        clip_grads_with_norm_(_with_gradient(model), self.args.max_grad_norm, norm)
-        return whole
+        self.guard.check_step(self._step_losses, norm)
+        clip_grads_with_norm_(_with_gradient(model), self.args.max_grad_norm, local_norm)
+        return norm
 
     def _norm(self, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
-        """The unscaled gradients' norm, as this process's part of it and whole on the device."""
+        """The unscaled gradients' norm, as this process's part of it, and in full on the device."""
         parameters = _with_gradient(model)
         if self.scaler is not None:
             assert isinstance(self.optimizer, AcceleratedOptimizer)
@@ -258,26 +258,26 @@ class RunTrainer(Trainer):
         Raises:
             RunError: the loss is not finite, or another job has taken the run folder.
         """
-        self.checkpoints.check_lease()
+        self.run.check()
         if "loss" in logs:
             self._leave_out_skipped(logs)
             if self.args.world_size > 1:
-                logs |= self.own_time.entry(self.accelerator, self.place.say)
+                logs |= self.own_time.entry(self.accelerator, self.run.say)
             if self.scaler is not None:
                 logs["loss_scale"] = self.scaler.get_scale()
-        for name, said in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
+        for name, words in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
             if name in logs:
                 if not math.isfinite(logs[name]):
                     self.checkpoints.finish()
                     step, advice = self.state.global_step, self.guard.after_divergence()
-                    raise RunError(f"the {said} is {logs[name]} after step {step}; {advice}")
+                    raise RunError(f"the {words} is {logs[name]} after step {step}; {advice}")
                 logs[name.replace("loss", "bits_per_byte")] = self.bits_per_byte(name, logs[name])
         super().log(logs, start_time)
 
     def _leave_out_skipped(self, logs: dict[str, float]) -> None:
         """Correct the mean loss since the last entry for steps without a batch."""
         steps = range(self._logged + 1, self.state.global_step + 1)
-        taken = len(steps) - len(self.place.skipped.intersection(steps))
+        taken = len(steps) - len(self.run.skipped.intersection(steps))
         self._logged = self.state.global_step
         if taken == 0:
             del logs["loss"]

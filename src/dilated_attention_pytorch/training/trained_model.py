@@ -61,27 +61,27 @@ def check_weights(folder: Path) -> None:
         raise RunError(f"broken checkpoint: {weights} does not exist; {remedy}")
     try:
         with safe_open(weights, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
         raise RunError(
             f"broken checkpoint: {weights} is damaged or was not written to its end ({error}); "
             "copy it again from its source, or start a new run"
         ) from error
     # Every layer has weights: do not build a model with more layers than the file can hold.
-    if config.num_layers > len(found):
+    if config.num_layers > len(shapes):
         raise RunError(
             f"foreign checkpoint: {folder / CONFIG_NAME} describes a model of {config.num_layers} layers, and "
-            f"{weights} holds {len(found)} tensors; bring the two files of one model together again"
+            f"{weights} holds {len(shapes)} tensors; bring the two files of one model together again"
         )
     with described_by(folder / CONFIG_NAME), torch.device("meta"):
         expected = {name: tuple(weight.shape) for name, weight in LongNetForCausalLM(config).named_parameters()}
-    if any(name.endswith("in_proj_weight") for name in found):
+    if any(name.endswith("in_proj_weight") for name in shapes):
         expected = fused_shapes(expected)
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
             raise RunError(
                 f"foreign checkpoint: the weights in {weights} do not fit {folder / CONFIG_NAME}: {name} is "
-                f"{_shape(found.get(name))} in the weights and {_shape(expected.get(name))} in the model; "
+                f"{_shape(shapes.get(name))} in the weights and {_shape(expected.get(name))} in the model; "
                 "bring the two files of one model together again"
             )
 
@@ -91,15 +91,15 @@ def check_same_model(checkpoint: Path, model: LongNetConfig) -> None:
     from dilated_attention_pytorch.models import LongNetCausalLMConfig
 
     check_weights(checkpoint)
-    found = LongNetCausalLMConfig.from_pretrained(checkpoint).to_longnet_config()
+    saved = LongNetCausalLMConfig.from_pretrained(checkpoint).to_longnet_config()
     expected = dataclasses.replace(
-        model, gradient_checkpointing=found.gradient_checkpointing, checkpoint_every=found.checkpoint_every
+        model, gradient_checkpointing=saved.gradient_checkpointing, checkpoint_every=saved.checkpoint_every
     )
-    if found != expected:
+    if saved != expected:
         names = [
             entry.name
-            for entry in dataclasses.fields(found)
-            if getattr(found, entry.name) != getattr(expected, entry.name)
+            for entry in dataclasses.fields(saved)
+            if getattr(saved, entry.name) != getattr(expected, entry.name)
         ]
         raise RunError(
             f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "
@@ -134,11 +134,11 @@ def model_folder(run: Path, check: Callable[[Path], None] = check_weights) -> tu
         verify_manifest(checkpoint, what="broken checkpoint", remedy=RESTORE, reading=(CONFIG_NAME, WEIGHTS_NAME))
         check(checkpoint)
 
-    checkpoint, left = newest_intact(run, verify)
+    checkpoint, rejected = newest_intact(run, verify)
     if checkpoint is not None:
-        return checkpoint, left
-    if left:
-        raise RunError(next(iter(left.values())))
+        return checkpoint, rejected
+    if rejected:
+        raise RunError(next(iter(rejected.values())))
     raise RunError(
         f"{run} holds no trained model: neither {WEIGHTS_NAME} nor a checkpoint is in it; "
         "go on with that run until it has saved one, or name the --output of another"

@@ -48,7 +48,7 @@ class LongNetTrainer(RunTrainer):
         args: see :func:`.run_trainer.training_arguments`.
         settings: settings of the run.
         distribution: this process's role.
-        place: see :class:`RunTrainer`.
+        run: see :class:`RunTrainer`.
         data: data of the run.
         stages: stages of the run.
         training: training samples, one per window of the longest length in a batch.
@@ -64,7 +64,7 @@ class LongNetTrainer(RunTrainer):
         args: TrainingArguments,
         settings: TrainSettings,
         distribution: Distribution,
-        place: OpenRun,
+        run: OpenRun,
         data: RunData,
         stages: Stages,
         training: Dataset[Window],
@@ -80,7 +80,7 @@ class LongNetTrainer(RunTrainer):
             model=model,
             args=args,
             settings=settings,
-            place=place,
+            run=run,
             training=training,
             evaluation=evaluation,
             data_collator=data.collate_held_out,
@@ -174,12 +174,12 @@ class LongNetTrainer(RunTrainer):
         """The learning rate schedule of the settings, times the factor of each step's stage."""
         if self.lr_scheduler is None and self.stages.learning_rates:
             optimizer = self.optimizer if optimizer is None else optimizer
-            whole = super().create_scheduler(num_training_steps, optimizer)
-            assert isinstance(whole, LambdaLR)
-            factors = [self._staged(factor) for factor in whole.lr_lambdas]
-            for group, rate in zip(whole.optimizer.param_groups, whole.base_lrs, strict=True):
+            schedule = super().create_scheduler(num_training_steps, optimizer)
+            assert isinstance(schedule, LambdaLR)
+            factors = [self._staged(factor) for factor in schedule.lr_lambdas]
+            for group, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
                 group["lr"] = group["initial_lr"] = rate
-            self.lr_scheduler = LambdaLR(whole.optimizer, factors)
+            self.lr_scheduler = LambdaLR(schedule.optimizer, factors)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _staged(self, factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -290,12 +290,12 @@ class LongNetTrainer(RunTrainer):
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.place.start.has_random_states:
+        if checkpoint is None or self.run.start.has_random_states:
             super()._load_rng_state(checkpoint)
             self.distribution.share_random_states()
             return
         # Another number of processes needs new random states, which are the same in every resumption from this step.
-        drawn = random.Random(f"{self.settings.seed}:{self.place.step}:{self.distribution.rows_rank}").getrandbits(63)
+        drawn = random.Random(f"{self.settings.seed}:{self.run.step}:{self.distribution.rows_rank}").getrandbits(63)
         torch.manual_seed(drawn)
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
