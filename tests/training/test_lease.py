@@ -21,10 +21,10 @@ from transformers import Trainer
 
 from dilated_attention_pytorch.training import RunError, lease, resume, train
 from dilated_attention_pytorch.training import checkpoint as checkpoint_module
-from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import STAGING, file_names, latest_checkpoint, staging_folder
 from dilated_attention_pytorch.training.lease import HOLDER_NAME, LEASE_NAME, Lease
+from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from support.processes import TESTS, end_whole, environment
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
@@ -370,7 +370,7 @@ def test_what_a_killed_publishing_left_is_removed_when_the_run_is_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "_remove", lambda paths, check: None)
-        patch.setattr(training_run, "save_finished", be_killed)
+        patch.setattr(OpenRun, "save_finished", be_killed)
         with pytest.raises(KeyboardInterrupt):
             train(settings, run, quiet())
     assert len(list(run.glob("checkpoint-*"))) == 3

@@ -114,7 +114,10 @@ def test_an_mlflow_server_that_goes_away_is_given_up_and_the_run_goes_on(
     settings = tiny_settings(write_texts(tmp_path / "texts"), steps=3, track=("mlflow",))
     assert train(settings, tmp_path / "run", said).step == 3
     assert isinstance(said.file, io.StringIO)
-    assert said.file.getvalue().count("--track mlflow is given up, as it does not answer (API request to http://") == 1
+    assert (
+        said.file.getvalue().count("--track mlflow is dropped, as its server does not respond (API request to http://")
+        == 1
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -155,8 +155,8 @@ def test_a_tracker_whose_server_goes_away_is_given_up_in_a_sentence_and_the_run_
     assert server.told == told
     assert isinstance(said.file, io.StringIO)
     sentence = (
-        "--track mlflow is given up, as it does not answer (the server is away); the run goes on without it, and "
-        "metrics.jsonl has all figures\n"
+        "--track mlflow is dropped, as its server does not respond (the server is away); the run goes on without it, "
+        "and metrics.jsonl has all figures\n"
     )
     assert said.file.getvalue().count(sentence) == said.file.getvalue().count("the server is away") == 1
     held = EventAccumulator(str(tmp_path / "run" / "tensorboard"))

@@ -221,14 +221,6 @@ class Bar(TrainerCallback):
         self.task = self.progress.add_task("training", total=None, loss="", held_out="", rate="")
         self._last: Mapping[str, float] = {}
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -221,7 +221,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str, processes: int, rank: int |
     unknown = sorted(path.name for path in checkpoint.iterdir() if path.name not in known and path.name[0] != ".")
     unknown += sorted(name for name in listed if not _is_written(name))
     if unknown:
-        raise RunError(f"{_WHAT}: {checkpoint / unknown[0]} is nothing that a run writes there; remove it")
+        raise RunError(f"{_WHAT}: {checkpoint / unknown[0]} is not a file that a run writes there; remove it")
     state = read_json(checkpoint / STATE_NAME, what=_WHAT, remedy=RESTORE)
     if state.get("global_step") != checkpoint_step(checkpoint):
         raise RunError(f"{_WHAT}: {checkpoint / STATE_NAME} is of step {state.get('global_step')!r}; {RESTORE}")
@@ -247,8 +247,8 @@ def _check_state(path: Path) -> None:
     except (*_UNFIT, RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
-            f"broken checkpoint: {path} is no state of a training run, and was not unpickled ({type(error).__name__}: "
-            f"{reason}); {RESTORE}"
+            f"broken checkpoint: {path} is not a state of a training run, and was not unpickled "
+            f"({type(error).__name__}: {reason}); {RESTORE}"
         ) from error
 
 

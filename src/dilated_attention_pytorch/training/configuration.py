@@ -36,7 +36,7 @@ def read_configuration(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise RunError(f"--config {path}: there is no such file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RunError(f"--config {path} is no TOML: {error}") from error
+        raise RunError(f"--config {path} is not TOML: {error}") from error
     except OSError as error:
         raise RunError(f"--config {path} cannot be read: {error.strerror}") from error
     for name in ("config", "resume"):

@@ -66,7 +66,7 @@ class EvaluatedModel:
         if largest >= self.vocab_size:
             raise RunError(
                 f"the text holds token {largest:,} and the model knows {self.vocab_size:,} tokens (vocab_size in "
-                f"{CONFIG_NAME}); put the tokenizer that it was trained with beside it"
+                f"{CONFIG_NAME}); put the tokenizer that it was trained with into its folder"
             )
 
     @property

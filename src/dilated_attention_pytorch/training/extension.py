@@ -72,8 +72,7 @@ class _Extension:
     opened: OpenRun
     settings: ExtensionSettings
     own_length: int
-    training: Text
-    held_out: Text
+    inputs: _Inputs
     bytes_per_token: float
     model: PreTrainedModel
 
@@ -97,7 +96,7 @@ def extend(
     Raises:
         RunError: the model, the data, the folder, the disk or the device does not allow it; before anything is written.
     """
-    preflight.run_checks(preflight.EXTENDING.launch)
+    preflight.check_extend_command()
     return with_rewind(
         lambda: _begin_or_resume(settings, output, console, may_resume),
         lambda: _resume(output, console, may_begin=True),
@@ -111,12 +110,12 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     Raises:
         RunError: no intact checkpoint, changed data, or a folder in use.
     """
-    preflight.run_checks(preflight.EXTENDING.launch)
+    preflight.check_extend_command()
     return with_rewind(lambda: _resume(folder, console), lambda: _resume(folder, console, may_begin=True), console)
 
 
 def _begin_or_resume(settings: ExtensionSettings, output: Path, console: Console, may_resume: bool) -> ExtensionOutcome:
-    preflight.run_checks(preflight.EXTENDING.settings, settings)
+    preflight.check_settings(settings)
     state = find_run(output, settings, "extend") if may_resume else "nothing"
     if state == "finished":
         return ExtensionOutcome.of_finished(output)
@@ -134,7 +133,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
         settings = settings.complete(own_length, num_kv_heads(config))
     except ValueError as error:
         raise RunError(f"--{error}") from error
-    preflight.run_checks(preflight.EXTENDING.machine, settings, output, device, config)
+    preflight.check_extend_machine(settings, output, device, config)
     inputs = _read(settings, load_tokenizer(what, settings.model, config), console)
     _check_text(inputs, settings)
     _check_model(load_model(what, settings.model, device), settings)
@@ -147,12 +146,11 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             opened=opened,
             settings=settings,
             own_length=own_length,
-            training=inputs.training,
-            held_out=inputs.held_out,
+            inputs=inputs,
             bytes_per_token=bytes_per_token,
             model=model,
         )
-        _announce(run, inputs, device)
+        _announce(run, device)
         values: dict[str, Any] = {
             "kind": _KIND,
             "own_length": own_length,
@@ -178,7 +176,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
     what = f"--resume {folder}"
     with read_record(folder, "extend", finished=f"its model is in {folder}") as record:
         settings = _read_settings(record)
-    preflight.run_checks(preflight.EXTENDING.settings, settings)
+    preflight.check_settings(settings)
     settings, device = preflight.choose_machine(settings)
     check = functools.partial(check_same_model, what, record["model"])
     with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
@@ -186,7 +184,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
         source = settings.model if checkpoint is None else str(checkpoint)
         register()
         config = load_config(what, source)
-        preflight.run_checks(preflight.EXTENDING.machine, settings, folder, device, config)
+        preflight.check_extend_machine(settings, folder, device, config)
         tokenizer = None
         if "tokenizer" in record:
             verify_sums(folder, record["tokenizer"], what=what, remedy=RESTORE)
@@ -202,8 +200,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
             opened=opened,
             settings=settings,
             own_length=record["own_length"],
-            training=inputs.training,
-            held_out=inputs.held_out,
+            inputs=inputs,
             bytes_per_token=record["bytes_per_token"],
             model=model,
         )
@@ -264,8 +261,9 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
 
 
-def _announce(run: _Extension, inputs: _Inputs, device: str) -> None:
-    settings, text = run.settings, corpus_in_words(run.settings.data, corpus_figures(inputs.corpus))
+def _announce(run: _Extension, device: str) -> None:
+    settings, inputs = run.settings, run.inputs
+    text = corpus_in_words(settings.data, corpus_figures(inputs.corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     tokens = "bytes" if inputs.tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
@@ -289,7 +287,7 @@ def _measured(run: _Extension, state: str) -> dict[str, Any]:
     """Bits per byte of every position, at both lengths, for the record."""
     from .evaluation import bits_of_tokens
 
-    held_out = _held_out_windows(run.held_out, run.settings)
+    held_out = _held_out_windows(run.inputs.held_out, run.settings)
     start = time.perf_counter()
     curves = {}
     for context in (run.own_length, run.settings.length):
@@ -329,8 +327,10 @@ def _go(run: _Extension, device: str) -> ExtensionOutcome:
         )
     windows = tuple(max(1, settings.batch_tokens // length) for length in settings.stages)
     stages = Stages(settings.stages, stage_ends(settings.steps, len(settings.stages)), windows)
-    training = StagedBatches(run.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed)
-    evaluation = EvaluationWindows(run.held_out, settings.length, settings.eval_windows)
+    training = StagedBatches(
+        run.inputs.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed
+    )
+    evaluation = EvaluationWindows(run.inputs.held_out, settings.length, settings.eval_windows)
     if settings.gradient_checkpointing:
         # transformers 5.23 gave it this name; before it was the other.
         name = "activation_checkpointing_enable"

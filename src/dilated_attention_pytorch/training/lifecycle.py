@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -224,7 +224,7 @@ def train_to_the_end(trainer: RunTrainer, *, work: WorkDone, trackers: Trackers)
             Interruption(
                 trainer.accelerator, trainer.checkpoints.writer.has_failed, trainer.checkpoints.finish
             ) as interruption,
-            bar,
+            closing(bar),
         ):
             trainer.add_callback(interruption)
             with naming_ranks("training", trainer):

@@ -68,9 +68,9 @@ def verify_sums(folder: Path, files: Any, *, what: str, remedy: str, reading: Co
     for name in files if reading is None else reading:
         entry = files.get(name)
         if not isinstance(entry, dict):
-            raise RunError(f"{what}: {folder / name} is none of the files that were written there; {remedy}")
+            raise RunError(f"{what}: {folder / name} is not among the files that were written there; {remedy}")
         if name != Path(name).name:
-            raise RunError(f"{what}: {name!r} is no name of a file in {folder}; {remedy}")
+            raise RunError(f"{what}: {name!r} is not the name of a file in {folder}; {remedy}")
         _verify_file(folder / name, entry, f"{what}: {folder / name}", remedy)
 
 
@@ -104,7 +104,7 @@ def opened(path: Path, what: str, remedy: str) -> Iterator[BufferedReader]:
         raise RunError(f"{what} cannot be read ({error.strerror}); {remedy}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RunError(f"{what} is no file; {remedy}")
+        raise RunError(f"{what} is not a regular file; {remedy}")
     with open(descriptor, "rb") as file:
         try:
             yield file
@@ -113,8 +113,7 @@ def opened(path: Path, what: str, remedy: str) -> Iterator[BufferedReader]:
 
 
 def sealed(values: Mapping[str, Any]) -> str:
-    """JSON of ``values`` plus their digest, for :func:`read_sealed`. A digest among the values is ignored."""
-    values = {name: value for name, value in values.items() if name != _DIGEST}
+    """JSON of ``values`` plus their digest, for :func:`read_sealed`."""
     return json.dumps({**values, _DIGEST: _digest_of(values)}, indent=2) + "\n"
 
 
@@ -170,9 +169,9 @@ def read_json(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
     try:
         values = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{what}: {path} is damaged, it is no JSON ({error}); {remedy}") from error
+        raise RunError(f"{what}: {path} is damaged, it is not JSON ({error}); {remedy}") from error
     if not isinstance(values, dict):
-        raise RunError(f"{what}: {path} is damaged, it holds no JSON object; {remedy}")
+        raise RunError(f"{what}: {path} is damaged, it is not a JSON object; {remedy}")
     return values
 
 

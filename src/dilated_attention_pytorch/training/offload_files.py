@@ -32,7 +32,7 @@ def check_folder(folder: Path) -> None:
             f"--offload nvme reads and writes with libaio of Linux, got {sys.platform}; take --offload parameters"
         )
     if not folder.is_dir():
-        raise RunError(f"--offload-folder {folder} is no folder; name one on a disk of this machine, or create it")
+        raise RunError(f"--offload-folder {folder} is not a folder; name one on a disk of this machine, or create it")
     try:
         descriptor, name = tempfile.mkstemp(dir=folder)
     except OSError as error:

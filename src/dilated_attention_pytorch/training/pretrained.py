@@ -172,7 +172,7 @@ def load_model(what: str, model: str, device: str, *, attention: str | None = No
     missing = sorted(result[1]["missing_keys"])
     if missing:
         raise RunError(
-            f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
+            f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is not a trained "
             "causal language model; name another one"
         )
     broken = what_is_not_finite({"weights": loaded.named_parameters()})
@@ -216,7 +216,7 @@ def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTraine
             return None
         raise RunError(
             f"{what}: it has {config.get_text_config().vocab_size} tokens and no tokenizer "
-            f"({_TOKENIZER_FILES[0]}) lies beside it; copy the tokenizer's files into the folder"
+            f"({_TOKENIZER_FILES[0]}) in its folder; copy the tokenizer's files there"
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

@@ -40,7 +40,7 @@ from .manifest import read_sealed
 from .process import launch, launch_record
 from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
-from .spreading import spread_anew
+from .spreading import respread
 from .stages import Stages
 from .together import all_or_none, check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
 from .trackers import tracking
@@ -87,7 +87,7 @@ def train(settings: TrainSettings, output: Path, console: Console, *, may_resume
         RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
     """
     end_with_launcher(os.environ)
-    preflight.run_checks(preflight.TRAINING.launch)
+    preflight.check_train_command()
     return with_rewind(
         lambda: _begin_or_resume(settings, output, console, may_resume),
         lambda: _resume(output, console, {}, may_begin=True),
@@ -99,14 +99,14 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
     """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
 
     With another number of processes, or ``changes`` of the distribution over them, the steps take the same windows
-    (:func:`.spreading.spread_anew`); results then differ by rounding, and in the random numbers of dropout.
+    (:func:`.spreading.respread`); results then differ by rounding, and in the random numbers of dropout.
     ``changes`` may also set what to do about bad batches (:data:`.spreading.ON_FAULTS`).
 
     Raises:
         RunError: no intact checkpoint, changed data, or a folder in use.
     """
     end_with_launcher(os.environ)
-    preflight.run_checks(preflight.TRAINING.launch)
+    preflight.check_train_command()
     return with_rewind(
         lambda: _resume(run, console, changes or {}),
         lambda: _resume(run, console, changes or {}, may_begin=True),
@@ -115,11 +115,10 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
 
 
 def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, may_resume: bool) -> Outcome:
-    checks = preflight.TRAINING
-    preflight.run_checks(checks.settings, settings)
+    preflight.check_settings(settings)
     is_again = _was_begun_by_this_launch(output)
     if not (may_resume or is_again):
-        preflight.run_checks(checks.processes, settings)
+        preflight.check_current_processes(settings)
 
     def find() -> RunState:
         if may_resume:
@@ -133,7 +132,7 @@ def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, ma
         if state == "finished":
             return Outcome.of_finished(output)
         if state == "nothing":
-            preflight.run_checks(checks.processes, settings)
+            preflight.check_current_processes(settings)
             return _begin(chosen, output, console, device, args)
     return _resume(output, console, {}, may_begin=True)
 
@@ -159,11 +158,11 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
         settings = TrainSettings.from_dict(record["settings"])
         processes = int(record["processes"])
     try:
-        settings = spread_anew(settings, processes, num_processes(), changes)
+        settings = respread(settings, processes, num_processes(), changes)
     except (RunError, ValueError) as error:
         raise RunError(f"--resume {folder}: {error}") from error
-    preflight.run_checks(preflight.TRAINING.settings, settings)
-    preflight.run_checks(preflight.TRAINING.processes, settings)
+    preflight.check_settings(settings)
+    preflight.check_current_processes(settings)
     settings, device = preflight.choose_machine(settings)
     if num_processes() != processes and is_first_process():
         console.print(
@@ -183,7 +182,7 @@ def _prepared(
     settings: TrainSettings, folder: Path, device: str, console: Console, record: dict[str, Any] | None = None
 ) -> tuple[TrainSettings, RunData, LongNetForCausalLM]:
     """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``."""
-    preflight.run_checks(preflight.TRAINING.machine, settings, folder, device)
+    preflight.check_train_machine(settings, folder, device)
     if record is None:
         settings = _choose_together(settings, device, console)
     else:

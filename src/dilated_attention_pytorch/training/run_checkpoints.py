@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -56,22 +55,17 @@ class CheckpointWriter:
     it could execute code, and other programs could not read the weights. Only its stager is used for the copies.
 
     Args:
-        is_beside: copy state and write in a thread; False writes synchronously without copies.
+        in_background: copy state and write in a thread; False writes synchronously without copies.
     """
 
-    def __init__(self, is_beside: bool) -> None:
-        self._threads = ThreadPoolExecutor(1, _NAME, self._note_thread) if is_beside else None
+    def __init__(self, in_background: bool) -> None:
+        self._threads = ThreadPoolExecutor(1, _NAME, self._note_thread) if in_background else None
         self._thread: int | None = None
         self._writing: Future[None] | None = None
         self._stager = _new_stager()
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        # Wait in any case: the run folder belongs to this job until the thread has finished.
+    def close(self) -> None:
+        """Wait for the thread: the run folder belongs to this job until it has finished."""
         if self._threads is not None:
             self._threads.shutdown()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class RunTrainer(Trainer):
             RunError: a callback cannot write to the disk.
         """
         try:
-            with self.checkpoints.writer:
+            with closing(self.checkpoints.writer):
                 result = super().train(*args, **options)
                 self.checkpoints.finish()
                 return result

@@ -174,7 +174,7 @@ class TrainSettings(RunSettings):
             )
         if self.heads_parallel > 1 and self.strategy == "heads":
             raise ValueError(
-                'strategy must be "ring", "gather" or "auto" beside heads_parallel, as it says how rows travel between '
+                'strategy must be "ring", "gather" or "auto" with heads_parallel, as it says how rows travel between '
                 f'the groups that split the heads; got "heads" and heads_parallel {self.heads_parallel}. To split the '
                 "heads over all processes, leave heads_parallel out"
             )
@@ -213,16 +213,16 @@ class TrainSettings(RunSettings):
     def _check_packing(self) -> None:
         if self.packing == "documents" and self.file_start_fraction:
             raise ValueError(
-                f"file_start_fraction is of windows, got {self.file_start_fraction} beside packing "
+                f"file_start_fraction is of windows, got {self.file_start_fraction} with packing "
                 '"documents", where every document begins one; leave it out'
             )
         if self.packing == "documents" and self.stages.lengths:
-            raise ValueError(f'stages are of windows, got {list(self.stages.lengths)} beside packing "documents"')
+            raise ValueError(f'stages are of windows, got {list(self.stages.lengths)} with packing "documents"')
         if self.packing == "documents" and self.compile:
             raise ValueError('compile is for windows: the documents of every row of packing "documents" are others')
         if self.max_tokens and self.batch_size != 1:
             raise ValueError(
-                f"batch_size counts rows, got {self.batch_size} beside max_tokens, which says how much a batch holds; "
+                f"batch_size counts rows, got {self.batch_size} with max_tokens, which says how much a batch holds; "
                 "set batch_size to 1"
             )
         if self.max_tokens and self.context_parallel > 1:

@@ -96,7 +96,7 @@ class Trackers:
         except _failures(name) as error:
             self._open.pop(name, None)
             self._say(
-                f"--track {name} is given up, as it does not answer ({_first_line(error)}); the run goes on "
+                f"--track {name} is dropped, as its server does not respond ({_first_line(error)}); the run goes on "
                 "without it, and metrics.jsonl has all figures"
             )
 

@@ -126,7 +126,7 @@ def model_folder(run: Path, check: Callable[[Path], None] = check_weights) -> tu
     """
     if not run.is_dir():
         reason = "it is a file" if run.exists() else "there is no such folder"
-        raise RunError(f"{run} is no run folder: {reason}; name the --output of a `train` command")
+        raise RunError(f"{run} is not a run folder: {reason}; name the --output of a `train` command")
     if (run / WEIGHTS_NAME).exists():
         return run, {}
 
