@@ -113,7 +113,8 @@ def opened(path: Path, what: str, remedy: str) -> Iterator[BufferedReader]:
 
 
 def sealed(values: Mapping[str, Any]) -> str:
-    """JSON of ``values`` plus their digest, for :func:`read_sealed`."""
+    """JSON of ``values`` plus their digest, for :func:`read_sealed`. A digest among the values is ignored."""
+    values = {name: value for name, value in values.items() if name != _DIGEST}
     return json.dumps({**values, _DIGEST: _digest_of(values)}, indent=2) + "\n"
 
 
