@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +27,9 @@ from .manifest import opened
 from .measures import WorkDone, peak_memory
 from .stragglers import OWN_SECONDS, STEP_SECONDS
 
+if TYPE_CHECKING:
+    from .run_checkpoints import RunCheckpoints
+
 METRICS_NAME = "metrics.jsonl"
 
 # transformers hands callbacks more than they read, which is the **kwargs of their methods.
@@ -39,16 +42,12 @@ class Interruption(TrainerCallback):
 
     Args:
         accelerator: the trainer's; a signal to one process stops all of them.
-        has_failed: whether this process failed to write a checkpoint.
-        raise_failure: called by every process in that case.
+        checkpoints: checkpoints of the run.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, has_failed: Callable[[], bool], raise_failure: Callable[[], None]
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, checkpoints: RunCheckpoints) -> None:
         self.accelerator = accelerator
-        self.has_failed = has_failed
-        self.raise_failure = raise_failure
+        self.checkpoints = checkpoints
         self.signal: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -79,13 +78,13 @@ class Interruption(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Request a checkpoint and the end of training on every process if one received a signal."""
-        has_failed = self.has_failed()
+        has_failed = self.checkpoints.writer.has_failed()
         if self.accelerator.num_processes > 1:
             mine = torch.tensor([[self.signal or 0, has_failed]], device=self.accelerator.device)
             number, has_failed = self.accelerator.gather(mine).amax(0).tolist()
             self.signal = number or None
         if has_failed:
-            self.raise_failure()
+            self.checkpoints.finish()
         if self.signal is not None and state.global_step < state.max_steps:
             control.should_save = control.should_log = control.should_training_stop = True
         return control

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import CONFIG_NAME, SETTINGS_NAME, WEIGHTS_NAME
+from .checkpoint import CONFIG_NAME, SETTINGS_NAME
 from .corpus import Text, read_corpus
 from .data.run_data import read_data, tokenizer_of
 from .data.sources import Say
 from .data.tokenizer import Tokenizer, byte_lengths
-from .manifest import MANIFEST_NAME, verify_manifest
 from .pretrained import check_same_model, check_source, load_config, load_model, load_tokenizer, num_bytes, tokenized
 from .record import recorded, train_settings
 from .settings import TrainSettings
-from .trained_model import model_folder
+from .trained_model import model_folder, verify_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -140,9 +139,7 @@ def open_model(name: str, device: str) -> EvaluatedModel:
 def _open(
     what: str, folder: str, tokenizer_folder: str | None, device: str, *, own_length: int | None
 ) -> EvaluatedModel:
-    if (Path(folder) / MANIFEST_NAME).exists():
-        remedy = f"copy it again, or, if it was changed on purpose, remove {Path(folder) / MANIFEST_NAME}"
-        verify_manifest(Path(folder), what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
+    verify_files(Path(folder))
     config = load_config(what, folder)
     text = config.get_text_config()
     attention = None if getattr(text, "dilated_attention", None) is None else "dilated"

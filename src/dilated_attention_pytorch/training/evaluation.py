@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import lzma
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ from .autocast import autocast
 from .row_logits import RowLogits, row_logits
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from transformers import PreTrainedModel
 
@@ -86,37 +88,47 @@ def _bits(model: LongNetLM, tokens: Tensor, precision: str) -> Tensor:
     return functional.cross_entropy(logits.float(), tokens[1:], reduction="none") / math.log(2)
 
 
-def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Path:
-    """Plot ``loss.png`` from the metrics of a run: training, held-out, final value, and the xz baseline."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+@contextmanager
+def chart(path: Path, size: tuple[float, float] = (8, 4.5)) -> Iterator[Figure]:
+    """Context with an empty figure of matplotlib, which is written to ``path`` as PNG at the end.
+
+    Args:
+        path: image file.
+        size: width and height in inches.
+    """
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    with replacing(path) as staged:
+        figure.savefig(staged, dpi=120, format="png")
+
+
+def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Path:
+    """Plot ``loss.png`` from the metrics of a run: training, held-out, final value, and the xz baseline."""
     from .callbacks import read_metrics
 
     entries = read_metrics(run)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
     curves: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("bits_per_byte", "training", {"color": "tab:blue", "linewidth": 0.8, "alpha": 0.6}),
         ("eval_bits_per_byte", "held-out, on the way", {"color": "tab:orange", "marker": "o", "markersize": 4}),
     )
-    for name, label, style in curves:
-        points = [(entry["step"], entry[name]) for entry in entries if name in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    if final is not None:
-        axes.plot(*final, "*", color="tab:red", markersize=12, label=f"held-out, at the end: {final[1]:.3f}")
-    axes.axhline(xz, color="black", linestyle="--", linewidth=1, label=f"xz -9e on the same bytes: {xz:.3f}")
-    axes.set_xlabel("optimizer step")
-    axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel("bits per byte")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
     path = run / "loss.png"
-    with replacing(path) as staged:
-        figure.savefig(staged, dpi=120, format="png")
+    with chart(path) as figure:
+        axes = figure.subplots()
+        for name, label, style in curves:
+            points = [(entry["step"], entry[name]) for entry in entries if name in entry]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        if final is not None:
+            axes.plot(*final, "*", color="tab:red", markersize=12, label=f"held-out, at the end: {final[1]:.3f}")
+        axes.axhline(xz, color="black", linestyle="--", linewidth=1, label=f"xz -9e on the same bytes: {xz:.3f}")
+        axes.set_xlabel("optimizer step")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_ylabel("bits per byte")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
     return path
 
 
@@ -193,25 +205,19 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
         curves: bits per position, ``[N - 1]``, by name.
         own_length: the model's original context length, drawn as a vertical line.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, bits in curves.items():
-        midpoints, means = binned(bits)
-        axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
-    axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("position in the text, tokens")
-    axes.set_ylabel("bits per byte")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with replacing(path) as staged:
-        figure.savefig(staged, dpi=120, format="png")
+    with chart(path) as figure:
+        axes = figure.subplots()
+        for name, bits in curves.items():
+            midpoints, means = binned(bits)
+            axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
+        axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("position in the text, tokens")
+        axes.set_ylabel("bits per byte")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def binned(bits: Tensor) -> tuple[list[float], list[float]]:

@@ -220,12 +220,7 @@ def train_to_the_end(trainer: RunTrainer, *, work: WorkDone, trackers: Trackers)
             )
             trainer.add_callback(bar)
         checkpoint = run.start.checkpoint
-        with (
-            Interruption(
-                trainer.accelerator, trainer.checkpoints.writer.has_failed, trainer.checkpoints.finish
-            ) as interruption,
-            closing(bar),
-        ):
+        with Interruption(trainer.accelerator, trainer.checkpoints) as interruption, closing(bar):
             trainer.add_callback(interruption)
             with naming_ranks("training", trainer):
                 trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -16,13 +16,13 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine, set_threads
 from dilated_attention_pytorch.memory import is_out_of_memory
-from dilated_attention_pytorch.output import check_new_file, replacing, write_text
+from dilated_attention_pytorch.output import check_new_file, write_text
 
 from . import preflight
 from .data.documents import documents_of, held_out_rows
 from .eight_bit import Weights, import_torchao, make_small, weight_bytes
 from .evaluated_model import EvaluatedModel, open_model
-from .evaluation import binned, bits_of_tokens, predicted
+from .evaluation import binned, bits_of_tokens, chart, predicted
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
 from .run_settings import LARGEST_SEED, LONGEST_TEXT, Device, Precision, check_choice, check_number
@@ -357,37 +357,33 @@ def print_result(result: Mapping[str, Any], console: Console) -> None:
 
 def draw_result(result: Mapping[str, Any], file: Path) -> None:
     """Plot a result."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    by_length, by_position, by_needle, by_pair = figure.subplots(2, 2).flat
-    lengths = {int(length): bits for length, bits in result["bits_per_byte"].items()}
-    _draw(by_length, "tokens read at most", "bits per byte, held-out", {"": (list(lengths), list(lengths.values()))})
-    by_length.axvline(result["own_length"], color="black", linestyle="--", linewidth=1, label="its own length")
-    by_length.legend()
-    curves = {
-        f"reading {int(name):,}": tuple(zip(*points, strict=True)) for name, points in result["by_position"].items()
-    }
-    _draw(by_position, "position in the text that is read, tokens", "bits per byte, held-out", curves)
-    rows = result.get("needle", [])
-    distances = [row["distance"] for row in rows]
-    _draw(
-        by_needle,
-        "distance, tokens",
-        "bits per byte of random letters",
-        {
-            "where they come again": (distances, [row["again"] for row in rows]),
-            "where they came first": (distances, [row["first"] for row in rows]),
-        },
-    )
-    rows = result.get("associations", [])
-    answered = ([row["distance"] for row in rows], [row["answered"] for row in rows])
-    _draw(by_pair, "distance, tokens", "second words known by their first", {"": answered})
-    by_pair.set_ylim(-0.03, 1.03)
-    with replacing(file) as staged:
-        figure.savefig(staged, dpi=120, format="png")
+    with chart(file, (10, 7.5)) as figure:
+        by_length, by_position, by_needle, by_pair = figure.subplots(2, 2).flat
+        lengths = {int(length): bits for length, bits in result["bits_per_byte"].items()}
+        _draw(
+            by_length, "tokens read at most", "bits per byte, held-out", {"": (list(lengths), list(lengths.values()))}
+        )
+        by_length.axvline(result["own_length"], color="black", linestyle="--", linewidth=1, label="its own length")
+        by_length.legend()
+        curves = {
+            f"reading {int(name):,}": tuple(zip(*points, strict=True)) for name, points in result["by_position"].items()
+        }
+        _draw(by_position, "position in the text that is read, tokens", "bits per byte, held-out", curves)
+        rows = result.get("needle", [])
+        distances = [row["distance"] for row in rows]
+        _draw(
+            by_needle,
+            "distance, tokens",
+            "bits per byte of random letters",
+            {
+                "where they come again": (distances, [row["again"] for row in rows]),
+                "where they came first": (distances, [row["first"] for row in rows]),
+            },
+        )
+        rows = result.get("associations", [])
+        answered = ([row["distance"] for row in rows], [row["answered"] for row in rows])
+        _draw(by_pair, "distance, tokens", "second words known by their first", {"": answered})
+        by_pair.set_ylim(-0.03, 1.03)
 
 
 def _draw(axes: Axes, x: str, y: str, curves: Mapping[str, Any]) -> None:

@@ -145,6 +145,13 @@ def model_folder(run: Path, check: Callable[[Path], None] = check_weights) -> tu
     )
 
 
+def verify_files(folder: Path) -> None:
+    """Raise :class:`RunError` unless configuration and weights match the manifest of the folder, if it has one."""
+    if os.path.lexists(folder / MANIFEST_NAME):
+        remedy = f"copy it again, or, if it was changed on purpose, remove {folder / MANIFEST_NAME}"
+        verify_manifest(folder, what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
+
+
 def load_model(folder: Path) -> LongNetForCausalLM:
     """Load the model of a folder with ``config.json`` and ``model.safetensors``, after verifying both.
 
@@ -155,9 +162,7 @@ def load_model(folder: Path) -> LongNetForCausalLM:
 
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
-    remedy = f"copy it again, or, if it was changed on purpose, remove {folder / MANIFEST_NAME}"
-    if os.path.lexists(folder / MANIFEST_NAME):
-        verify_manifest(folder, what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
+    verify_files(folder)
     check_weights(folder)
     logging.disable_progress_bar()
     with described_by(folder / CONFIG_NAME):
