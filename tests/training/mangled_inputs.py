@@ -315,7 +315,7 @@ def _up_to_training() -> Iterator[list[Any]]:
         warnings.simplefilter("ignore")
         patch.setattr(training_run, "_go", begin)
         patch.setattr(extension, "_go", begin)
-        patch.setattr(extension, "_measured", begin)
+        patch.setattr(extension, "_measure", begin)
         patch.setattr(lease, "LEASE_SECONDS", 0.2)
         before = signal.signal(signal.SIGALRM, ring)
         signal.alarm(LONGEST)

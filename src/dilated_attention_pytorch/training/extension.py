@@ -156,10 +156,10 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             "own_length": own_length,
             "corpus": corpus_figures(inputs.corpus),
             "bytes_per_token": bytes_per_token,
-            "measured": {"before": _measured(run, "before")},
+            "measured": {"before": _measure(run, "before")},
         }
         _replace(model, settings)
-        values["measured"]["replaced"] = _measured(run, "replaced")
+        values["measured"]["replaced"] = _measure(run, "replaced")
         opened.check()
         # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
         if inputs.tokenizer is not None:
@@ -283,7 +283,7 @@ def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
     return [windows[index]["input_ids"] for index in range(len(windows))]
 
 
-def _measured(run: _Extension, state: str) -> dict[str, Any]:
+def _measure(run: _Extension, state: str) -> dict[str, Any]:
     """Bits per byte of every position, at both lengths, for the record."""
     from .evaluation import bits_of_tokens
 
@@ -370,7 +370,7 @@ def _finish(run: _Extension) -> None:
     from .evaluation import draw_positions
 
     opened, record = run.opened, run.opened.record
-    opened.add_to_record(measured={**record["measured"], "trained": _measured(run, "trained")})
+    opened.add_to_record(measured={**record["measured"], "trained": _measure(run, "trained")})
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
     draw_positions(opened.folder / PICTURE_NAME, curves, run.own_length)

@@ -23,7 +23,7 @@ from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_
 from .lease import Lease, check_exists
 from .manifest import sealed
 from .measures import WorkDone, matrix_product_rate
-from .together import all_or_none, from_all, from_first, in_first, is_first_process, num_processes, process_rank
+from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank, say_once
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -278,6 +278,5 @@ def with_rewind(begin: Callable[[], _Outcome], resume: Callable[[], _Outcome], c
         except RewindRequested as error:
             reason = str(error)
         gc.collect()  # model and trainer form reference cycles
-        if is_first_process():
-            console.print(reason, highlight=False, markup=False, soft_wrap=True)
+        say_once(console, reason)
         attempt = resume

@@ -42,7 +42,7 @@ from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
 from .spreading import respread
 from .stages import Stages
-from .together import all_or_none, check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
+from .together import all_or_none, check_alike, from_all, from_first, in_first, joined, num_processes, say_once
 from .trackers import tracking
 from .trained_model import check_same_model
 from .zero import zero_stage
@@ -65,7 +65,6 @@ class _Run:
 
     opened: OpenRun
     settings: TrainSettings
-    device: str
     data: RunData
     model: LongNetForCausalLM
     args: TrainingArguments
@@ -149,7 +148,7 @@ def _begin(settings: TrainSettings, output: Path, console: Console, device: str,
             model.config.save_pretrained(output)
 
         in_first(write_record)
-        return _go(_Run(opened=opened, settings=settings, device=device, data=data, model=model, args=args))
+        return _go(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
 def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
@@ -164,18 +163,17 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
     preflight.check_settings(settings)
     preflight.check_current_processes(settings)
     settings, device = preflight.choose_machine(settings)
-    if num_processes() != processes and is_first_process():
-        console.print(
+    if num_processes() != processes:
+        say_once(
+            console,
             f"the run began with {processes} processes and goes on with {num_processes()}: batches of "
             f"{settings.batch_size} windows, {settings.gradient_accumulation} of them a step",
-            highlight=False,
-            soft_wrap=True,
         )
     with _joined(settings, folder, device, "resume") as args:
         settings, data, model = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
         with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
-            return _go(_Run(opened=opened, settings=settings, device=device, data=data, model=model, args=args))
+            return _go(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
 def _prepared(
@@ -207,8 +205,7 @@ def _choose_together(settings: TrainSettings, device: str, console: Console) -> 
         return settings
     # The first process decides: free memory differs between hosts.
     chosen, reason = from_first(lambda: choose_parallel(settings, device, num_processes()))
-    if is_first_process():
-        console.print(reason, highlight=False, markup=False, soft_wrap=True)
+    say_once(console, reason)
     all_or_none(lambda: check_training_memory(chosen, device, num_processes()))
     return chosen
 
@@ -322,7 +319,11 @@ def _go(run: _Run) -> Outcome:
 def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, training: str, xz: float) -> None:
     settings, text = run.settings, corpus_in_words(run.settings.data, run.data.figures)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
+    where = (
+        f"{settings.threads} CPU threads"
+        if run.args.device.type == "cpu"
+        else f"{trainer.args.world_size} CUDA device(s)"
+    )
     spread = trainer.distribution.describe()
     run.opened.say(
         f"text: {text}{describe_skipped(run.data.skipped, '; left out: ')}",

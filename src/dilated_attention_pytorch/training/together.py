@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dilated_attention_pytorch.errors import RunError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch.distributed import Store
 
 _Value = TypeVar("_Value")
@@ -190,6 +191,12 @@ def _absent(
         meanwhile()
         time.sleep(_POLL_SECONDS)
     return []
+
+
+def say_once(console: Console, line: str) -> None:
+    """Print a line verbatim, in the first process only."""
+    if is_first_process():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def from_first(decide: Callable[[], _Value]) -> _Value:
