@@ -90,9 +90,9 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        from dilated_attention_pytorch.training.data.records import compression_in_words
+        from dilated_attention_pytorch.training.data.records import describe_compression
 
-        compression = compression_in_words(error.object, Path("FILE"))
+        compression = describe_compression(error.object, Path("FILE"))
         if compression is not None:
             raise RunError(f"the prompt on standard input is {compression}") from error
         raise RunError(

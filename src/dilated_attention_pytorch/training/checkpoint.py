@@ -31,9 +31,9 @@ STATE_NAME = "trainer_state.json"
 SCALER_NAME = "scaler.pt"
 STAGING = ".unfinished"
 """Beginning of the name of a folder for checkpoints that are being written; the token of the job's lease follows."""
-OF_ALL = (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_NAME)
+COMMON_FILES = (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_NAME)
 """Files of a checkpoint that every process reads, independent of the number of processes."""
-ALSO_WRITTEN = ("generation_config.json", SCALER_NAME)
+OPTIONAL_FILES = ("generation_config.json", SCALER_NAME)
 """Optional files of a checkpoint: of transformers models, and of float16 runs."""
 RESTORE = "restore the folder from a copy, or start a new run with another --output"
 """Remedy for a damaged checkpoint."""
@@ -73,7 +73,7 @@ def file_names(processes: int, rank: int | None = None) -> list[str]:
     """Files of a checkpoint that process ``rank`` reads; None = all processes."""
     ranks = range(processes) if rank is None else [rank]
     random = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in ranks]
-    return [*OF_ALL, *random]
+    return [*COMMON_FILES, *random]
 
 
 def publish(
@@ -100,7 +100,7 @@ def publish(
     Raises:
         RunError: a file that a process wrote is missing, or another job has taken the folder.
     """
-    names = [*file_names(processes), *(name for name in ALSO_WRITTEN if (staged / name).exists())]
+    names = [*file_names(processes), *(name for name in OPTIONAL_FILES if (staged / name).exists())]
     missing = [name for name in names if not (staged / name).exists()]
     if missing:
         raise RunError(
@@ -200,7 +200,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str, processes: int, rank: int |
     from transformers import TrainerState
 
     written = _manifest(checkpoint)
-    reading = file_names(processes, rank) if written.get("processes") == processes else [*OF_ALL]
+    reading = file_names(processes, rank) if written.get("processes") == processes else [*COMMON_FILES]
     files = written.get("files")
     if isinstance(files, dict) and SCALER_NAME in files:
         reading.append(SCALER_NAME)
@@ -233,7 +233,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str, processes: int, rank: int |
 
 
 def _is_written(name: str) -> bool:
-    return name in {*file_names(1), *ALSO_WRITTEN} or _RANDOM_STATE.fullmatch(name) is not None
+    return name in {*file_names(1), *OPTIONAL_FILES} or _RANDOM_STATE.fullmatch(name) is not None
 
 
 def _check_state(path: Path) -> None:

@@ -100,7 +100,7 @@ def corpus_figures(corpus: Corpus) -> dict[str, int]:
     return dict(zip(CORPUS_KEYS, (*numbers, checksum), strict=True))
 
 
-def corpus_in_words(paths: Sequence[Path], figures: dict[str, int]) -> str:
+def describe_corpus(paths: Sequence[Path], figures: dict[str, int]) -> str:
     """Where the text of a run comes from, and how much there is by :func:`corpus_figures`."""
     source = ", ".join(map(str, paths)) or "the Python standard library"
     return (

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_
 
 from . import preflight
 from .checkpoint import RESTORE
-from .corpus import Corpus, Text, check_same_corpus, corpus_figures, corpus_in_words, read_corpus
+from .corpus import Corpus, Text, check_same_corpus, corpus_figures, describe_corpus, read_corpus
 from .data.sources import describe_skipped
 from .extension_settings import ExtensionSettings
 from .lifecycle import (
@@ -263,7 +263,7 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
 
 def _announce(run: _Extension, device: str) -> None:
     settings, inputs = run.settings, run.inputs
-    text = corpus_in_words(settings.data, corpus_figures(inputs.corpus))
+    text = describe_corpus(settings.data, corpus_figures(inputs.corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     tokens = "bytes" if inputs.tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
 from .checkpoint import SETTINGS_NAME
-from .corpus import check_same_corpus, corpus_in_words
+from .corpus import check_same_corpus, describe_corpus
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import describe_skipped
 from .eight_bit import convert_to_float8
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from .trainer import LongNetTrainer
 
-_OF_EACH_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
+_PER_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
 """Settings that may differ between processes; of the text and the tokenizer the contents are compared."""
 
 
@@ -241,7 +241,7 @@ def _joined(settings: TrainSettings, folder: Path, device: str, command: str) ->
             accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": zero_stage(settings) > 0}},
         )
         assert args.device is not None  # reading it makes accelerate choose the device
-        same = {name: value for name, value in settings.to_dict().items() if name not in _OF_EACH_HOST}
+        same = {name: value for name, value in settings.to_dict().items() if name not in _PER_HOST}
         package = {"dilated_attention_pytorch": f"{package_version('dilated-attention-pytorch')} ({package_digest()})"}
         check_alike(
             {
@@ -317,7 +317,7 @@ def _go(run: _Run) -> Outcome:
 
 
 def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, training: str, xz: float) -> None:
-    settings, text = run.settings, corpus_in_words(run.settings.data, run.data.figures)
+    settings, text = run.settings, describe_corpus(run.settings.data, run.data.figures)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     where = (
         f"{settings.threads} CPU threads"
