@@ -387,11 +387,11 @@ def draw_result(result: Mapping[str, Any], file: Path) -> None:
 
 
 def _draw(axes: Axes, x: str, y: str, curves: Mapping[str, Any]) -> None:
-    for name, (places, values) in curves.items():
-        axes.plot(places, values, marker="o", markersize=3, label=name or None)
+    for name, (positions, values) in curves.items():
+        axes.plot(positions, values, marker="o", markersize=3, label=name or None)
     if any(curves):
         axes.legend()
-    if any(places for places, _ in curves.values()):
+    if any(positions for positions, _ in curves.values()):
         axes.set_xscale("log", base=2)
     else:
         axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
