@@ -37,7 +37,8 @@ from dilated_attention_pytorch.training import (
     resume_extension,
 )
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.corpus import Text, read_corpus
+from dilated_attention_pytorch.training.data.corpus import Text, read_corpus
+from dilated_attention_pytorch.training.data.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from dilated_attention_pytorch.training.evaluation import bits_of_tokens
 from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
@@ -46,7 +47,6 @@ from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.run_checkpoints import RunCheckpoints
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.stages import Stages, stage_ends
-from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
 from training.damage import Payload
 from training.runs import change_sealed, quiet, seal_again, stop_after, weights

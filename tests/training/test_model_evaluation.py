@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch.training import RunError, model_evaluation, train
-from dilated_attention_pytorch.training.corpus import read_corpus
+from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.evaluated_model import EvaluatedModel
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model

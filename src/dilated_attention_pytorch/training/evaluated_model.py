@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 
 from .checkpoint import CONFIG_NAME, SETTINGS_NAME
-from .corpus import Text, read_corpus
+from .data.corpus import Text, read_corpus
 from .data.run_data import read_data, tokenizer_of
 from .data.sources import Say
 from .data.tokenizer import Tokenizer, byte_lengths

@@ -16,8 +16,9 @@ from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_
 
 from . import preflight
 from .checkpoint import RESTORE
-from .corpus import Corpus, Text, check_same_corpus, corpus_figures, describe_corpus, read_corpus
+from .data.corpus import Corpus, Text, check_same_corpus, corpus_figures, describe_corpus, read_corpus
 from .data.sources import describe_skipped
+from .data.windows import EvaluationWindows, StagedBatches, one_batch
 from .extension_settings import ExtensionSettings
 from .lifecycle import (
     OpenRun,
@@ -44,7 +45,6 @@ from .record import STATES, ExtensionOutcome, find_run, read_record
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
 from .trackers import tracking
-from .windows import EvaluationWindows, StagedBatches, one_batch
 
 if TYPE_CHECKING:
     from rich.console import Console

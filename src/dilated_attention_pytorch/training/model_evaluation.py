@@ -20,13 +20,13 @@ from dilated_attention_pytorch.output import check_new_file, write_text
 
 from . import preflight
 from .data.documents import documents_of, held_out_rows
+from .data.windows import EvaluationWindows
 from .eight_bit import Weights, import_torchao, make_small, weight_bytes
 from .evaluated_model import EvaluatedModel, open_model
 from .evaluation import binned, bits_of_tokens, chart, predicted
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
 from .run_settings import LARGEST_SEED, LONGEST_TEXT, Device, Precision, check_choice, check_number
-from .windows import EvaluationWindows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.errors import RunError
 
 from .checkpoint import SETTINGS_NAME
-from .corpus import Text
+from .data.corpus import Text
 from .finite import what_is_not_finite
 
 if TYPE_CHECKING:

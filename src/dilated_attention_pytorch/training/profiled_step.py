@@ -14,14 +14,14 @@ from dilated_attention_pytorch.machine import set_threads
 from dilated_attention_pytorch.output import check_free_folder, make_output, write_text
 
 from .autocast import autocast
-from .corpus import check_same_corpus
+from .data.corpus import check_same_corpus
 from .data.run_data import read_data, read_tokenizer, verify_tokenizer
+from .data.windows import Window
 from .optimizer import build_optimizer
 from .preflight import check_optimizer, choose_device, choose_precision
 from .record import recorded, train_settings
 from .settings import TrainSettings
 from .stages import Stages
-from .windows import Window
 
 TRACE_NAME, TABLE_NAME = "trace.json", "profile.txt"
 _REMEDY = "name the --output of a `train` command"

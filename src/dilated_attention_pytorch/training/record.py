@@ -13,7 +13,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.output import check_writable
 
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
-from .corpus import CORPUS_KEYS
+from .data.corpus import CORPUS_KEYS
 from .manifest import opened, read_sealed
 from .settings import TrainSettings
 

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
 from .checkpoint import SETTINGS_NAME
-from .corpus import check_same_corpus, describe_corpus
+from .data.corpus import check_same_corpus, describe_corpus
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import describe_skipped
 from .eight_bit import convert_to_float8

@@ -24,6 +24,7 @@ from dilated_attention_pytorch.parent import end_worker_with_trainer
 
 from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME, fitting
 from .data.run_data import RunData
+from .data.windows import Window, WindowShare
 from .distribution import Distribution
 from .extension_settings import ExtensionSettings
 from .finite import is_finite_everywhere
@@ -34,7 +35,6 @@ from .row_logits import RowLogits
 from .run_trainer import RunTrainer
 from .settings import TrainSettings
 from .stages import Stages
-from .windows import Window, WindowShare
 from .zero import zero_stage
 
 _EXTENSION_BETAS = (0.9, 0.999)

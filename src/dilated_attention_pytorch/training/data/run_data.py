@@ -24,15 +24,15 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.models.token_loss import IGNORED
 
 from ..checkpoint import SETTINGS_NAME
-from ..corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from ..manifest import read_sealed, sums, verify_sums
 from ..measures import WorkDone
 from ..together import all_or_none, from_first, is_first_process
-from ..windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
+from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .documents import BucketedBatches, DocumentSamples, PackedRows, as_one_row, held_out_rows
 from .sources import Say, Sources, parts_of
 from .token_cache import cached_corpus, open_corpus
 from .tokenizer import BYTES, TOKENIZER_NAME, BytePairs, Tokenizer, byte_lengths, bytes_of, load_tokenizer
+from .windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
 
 if TYPE_CHECKING:
     from ..settings import TrainSettings

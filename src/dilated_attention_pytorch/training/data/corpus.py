@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import check_memory
 
-from .data.sources import SEPARATOR, Say, Sources
+from .sources import SEPARATOR, Say, Sources
 
 CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files", "checksum")
 """Keys of :func:`corpus_figures`."""
