@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import math
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,6 +22,7 @@ from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.training import RunError, TrainSettings, resume, train
 from dilated_attention_pytorch.training import trackers as trackers_module
 from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.checkpoint import Start
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
 from support.processes import free_port
 from training.runs import open_run, quiet, stopped_run, tiny_settings, without_checks_of_settings, write_texts
@@ -53,6 +56,19 @@ def test_tensorboard_and_prometheus_hold_what_the_log_holds_after_a_restart_too(
     assert found["dilated_attention_final_bits_per_byte"] == outcome.bits_per_byte
     assert found["dilated_attention_restarts"] == 0  # it was stopped, which is no fault
     assert found["dilated_attention_mfu"] == figures_of(run, "mfu")[8]
+
+
+def test_tensorboard_holds_steps_that_a_resumed_run_repeats_once(tmp_path: Path) -> None:
+    PartialState()  # as transformers' trainer makes it
+    begun = open_run(tmp_path)
+    resumed = dataclasses.replace(begun, start=Start(checkpoint=tmp_path / "checkpoint-2", rejected={}))
+    for run, steps in ((begun, (1, 2, 3)), (resumed, (3, 4))):
+        with tracking(tiny_settings(tmp_path), run) as trackers:
+            for step in steps:
+                trackers.log(step, {"loss": 10.0 * len(steps) + step})
+    held = EventAccumulator(str(tmp_path / "tensorboard"))
+    held.Reload()
+    assert [(event.step, event.value) for event in held.Scalars("loss")] == [(1, 31), (2, 32), (3, 23), (4, 24)]
 
 
 def test_without_trackers_the_log_is_there_and_nothing_else(tmp_path: Path) -> None:
