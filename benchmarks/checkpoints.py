@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from dilated_attention_pytorch.training import PRESETS, TrainSettings, train
-from dilated_attention_pytorch.training.checkpoint_writer import CheckpointWriter
+from dilated_attention_pytorch.training.run_checkpoints import CheckpointWriter
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 
 from .study import Study, run

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import check_memory
 
-from .data.sources import SEPARATOR, Say, Sources
+from .sources import SEPARATOR, Say, Sources
 
 CORPUS_KEYS = ("training_bytes", "training_files", "held_out_bytes", "held_out_files", "checksum")
 """Keys of :func:`corpus_figures`."""
@@ -99,10 +100,19 @@ def corpus_figures(corpus: Corpus) -> dict[str, int]:
     return dict(zip(CORPUS_KEYS, (*numbers, checksum), strict=True))
 
 
-def corpus_in_words(paths: Sequence[Path], figures: dict[str, int]) -> str:
+def describe_corpus(paths: Sequence[Path], figures: dict[str, int]) -> str:
     """Where the text of a run comes from, and how much there is by :func:`corpus_figures`."""
     source = ", ".join(map(str, paths)) or "the Python standard library"
     return (
         f"{source}: {figures['training_bytes']:,} bytes to train on, {figures['held_out_bytes']:,} bytes in "
         f"{figures['held_out_files']} files held out"
     )
+
+
+def check_same_corpus(now: dict[str, int], figures: dict[str, int], folder: Path) -> None:
+    """Raise :class:`RunError` unless the text of a resumed run has the recorded figures."""
+    if now != figures:
+        raise RunError(
+            f"--resume {folder}: the text is not what the run began with (now {now}, then {figures}); restore the "
+            "files, or start a new run with another --output"
+        )

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, default_collate
 
 from dilated_attention_pytorch.models.token_loss import IGNORED
 
+from ..stages import Stages
 from .corpus import Text
-from .stages import Stages
 
 Window = dict[str, Tensor]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus
-from dilated_attention_pytorch.training.windows import (
+from dilated_attention_pytorch.training.data.corpus import SEPARATOR, Text, read_corpus
+from dilated_attention_pytorch.training.data.windows import (
     IGNORED,
     EvaluationWindows,
     TrainingWindows,

@@ -11,8 +11,8 @@ import torch
 
 from dilated_attention_pytorch import memory
 from dilated_attention_pytorch.training import RunError
-from dilated_attention_pytorch.training.corpus import SEPARATOR, Text, read_corpus
 from dilated_attention_pytorch.training.data import sources
+from dilated_attention_pytorch.training.data.corpus import SEPARATOR, Text, read_corpus
 from dilated_attention_pytorch.training.data.sources import describe_skipped, standard_library
 
 
