@@ -161,7 +161,7 @@ TABLE: dict[str, list[Row]] = {
     ],
     "more memory than there is": [
         Row(f"{TRAIN} --batch-size 100000000", "GB are free; take a smaller --batch-size, --max-tokens or"),
-        Row(f"{TRAIN} --batch-size 100000000", "TB activations) needs at least"),
+        Row(f"{TRAIN} --batch-size 100000000", "TB activations) is at most 10 % too high, needs at least"),
         Row(f"{TRAIN} --model.embed-dim 100000", "GB are free; take a smaller --model.embed-dim, --model.ffn-dim or"),
         Row(f"{TRAIN} --model.num-layers 10000000000", "num_layers must be at most 4,096, got 10000000000"),
         Row("extend --model {}/short --length 64 --batch-tokens 100000000000 --data {}/texts --output {}/new", "GB are free; take smaller --batch-tokens or a smaller --length"),

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
 
-from .batch_rows import rows_of_batch, texts_of_batch
+from .batch import rows_of_batch, texts_of_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -32,7 +32,7 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import rows_of_batch, with_length
+from .batch import of_mesh, rows_of_batch, with_length
 from .exchange import SentBytes, exchanges
 from .flops import pairs_of, step_work
 from .memory import footprint
@@ -404,16 +404,8 @@ class _Probe:
             model=model,
             batch_size=texts,
             gradient_accumulation=1,
-            data_parallel="ddp",
-            context_parallel=1,
-            heads_parallel=1,
-            tensor_parallel=1,
-            offload="none",
-            offload_folder=None,
-            strategy="auto",
-            layout="auto",
             packing="windows",
-            parallel="manual",
+            **of_mesh(),
         )
 
     def _shared(self, told: TrainSettings) -> TrainSettings:

@@ -23,19 +23,11 @@ from dilated_attention_pytorch.training.pretrained import num_kv_heads
 from dilated_attention_pytorch.training.run_settings import AdamW
 
 from .attention import operator_bytes
-from .flops import (
-    COUNTED_TOKENS,
-    FORWARD_AND_BACKWARD,
-    ForwardFlops,
-    StepWork,
-    counted_flops,
-    pretrained_flops,
-)
+from .flops import COUNTED_TOKENS, ForwardFlops, StepWork, counted_flops, pretrained_flops
 from .generation import Generation, walk
 from .live_bytes import LiveBytes, Moment
 from .memory import Footprint, moment_bytes, parts_of, peak
-from .run import Device, MemoryPlan, Purpose, RunPlan
-from .seconds import rates, sheet_seconds
+from .run import Device, MemoryPlan, Purpose, RunPlan, check_precision, plan_of_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -226,32 +218,15 @@ def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "t
     Raises:
         RunError: the model cannot run under the pattern, or the device has no rate for the precision.
     """
-    _check_precision(run, device.sheet)
-    is_training = purpose == "training"
-    found, work = pretrained_footprint(run, purpose), pretrained_work(run, purpose)
-    rate = device.sheet.flops[run.precision]
-    seconds = sheet_seconds(work, found, (), device.sheet, run.precision, None, is_training=is_training)
-    tokens = run.length * run.batch_size
-    model_flops = (FORWARD_AND_BACKWARD if is_training else 1) * operations(run).of_text(run.length) * run.batch_size
-    return RunPlan(
-        purpose=purpose,
-        footprint=found,
-        memory_bytes=device.sheet.memory_bytes,
-        tokens=tokens,
-        model_flops=model_flops,
-        computed_flops=int(work.total),
-        least_seconds=work.total / rate,
-        exchanges=(),
-        seconds=seconds,
-        rates=rates(
-            seconds.total,
-            tokens,
-            model_flops,
-            1,
-            peak=rate,
-            watts=device.sheet.watts,
-            price=device.price_per_hour,
-        ),
+    check_precision(run.precision, device.sheet)
+    return plan_of_work(
+        purpose,
+        device,
+        pretrained_footprint(run, purpose),
+        pretrained_work(run, purpose),
+        precision=run.precision,
+        tokens=run.length * run.batch_size,
+        forward_flops=operations(run).of_text(run.length) * run.batch_size,
     )
 
 
@@ -261,17 +236,10 @@ def plan_pretrained_generation(run: PretrainedRun, sheet: DataSheet, generation:
     Raises:
         RunError: as :func:`plan_pretrained`.
     """
-    _check_precision(run, sheet)
+    check_precision(run.precision, sheet)
     return MemoryPlan(
         purpose="generation",
         footprint=pretrained_footprint(run, generation),
         memory_bytes=sheet.memory_bytes,
         tokens=generation.new_tokens * run.batch_size,
     )
-
-
-def _check_precision(run: PretrainedRun, sheet: DataSheet) -> None:
-    if run.precision not in sheet.flops:
-        raise RunError(
-            f"--precision {run.precision}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
-        )

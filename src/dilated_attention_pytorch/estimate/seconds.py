@@ -94,7 +94,7 @@ def sheet_seconds(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class StepRates:
     """Rates that follow from the seconds of a step."""
 
     seconds: float
@@ -111,8 +111,8 @@ class Rates:
 
 def rates(
     seconds: float, tokens: int, model_flops: int, processes: int, *, peak: float, watts: float, price: float | None
-) -> Rates:
-    """Compute the rates of a step, see :class:`Rates`.
+) -> StepRates:
+    """Compute the rates of a step, see :class:`StepRates`.
 
     Args:
         seconds: seconds of a step.
@@ -122,11 +122,11 @@ def rates(
         watts: power of one device; 0 if it is not known.
         price: price of one device per hour; None if it is not known.
 
-    >>> found = rates(2.0, 1000, 10**12, 4, peak=1e12, watts=500, price=2.0)
-    >>> found.tokens_per_second, found.utilisation, found.joules_per_token, round(found.price_per_million_tokens, 2)
+    >>> speed = rates(2.0, 1000, 10**12, 4, peak=1e12, watts=500, price=2.0)
+    >>> speed.tokens_per_second, speed.utilisation, speed.joules_per_token, round(speed.price_per_million_tokens, 2)
     (500.0, 0.125, 4.0, 4.44)
     """
-    return Rates(
+    return StepRates(
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         utilisation=model_flops / seconds / processes / peak,

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import rows_of_batch, with_length
+from .batch import rows_of_batch, with_length
 from .live_bytes import LiveBytes, Moment, Phase
 
 if TYPE_CHECKING:

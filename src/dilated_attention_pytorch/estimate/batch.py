@@ -1,4 +1,4 @@
-"""The texts and rows of a batch, and settings with another context length."""
+"""The texts and rows of a batch, and the settings of a run with another context length or mesh."""
 
 from __future__ import annotations
 
@@ -44,3 +44,17 @@ def with_length(settings: TrainSettings, length: int, **changes: Any) -> TrainSe
     return dataclasses.replace(
         settings, context_length=length, stages=StageSettings(), max_tokens=0, max_batch_size=0, **changes
     )
+
+
+def of_mesh(*, context: int = 1, heads: int = 1, tensor: int = 1, data_parallel: str = "ddp") -> dict[str, Any]:
+    """The values of settings with which processes share a run on a mesh, without offloading."""
+    alone = {"strategy": "auto", "layout": "auto"} if context == 1 else {}
+    return alone | {
+        "parallel": "manual",
+        "context_parallel": context,
+        "heads_parallel": heads,
+        "tensor_parallel": tensor,
+        "data_parallel": data_parallel,
+        "offload": "none",
+        "offload_folder": None,
+    }
