@@ -30,7 +30,7 @@ _OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
 
 
 @dataclass(kw_only=True, slots=True)
-class Plan(TrainSettings):
+class PlanCommand(TrainSettings):
     """Plan a run before it starts: memory by part, seconds by part, and what bounds it.
 
     The flags are those of train. Memory is counted from the step itself, on fake tensors. Seconds are a lower bound
@@ -75,7 +75,7 @@ class Plan(TrainSettings):
     longest: bool = False
     """Also find the longest --context-length that fits."""
     fewest: bool = False
-    """Also find the fewest devices on which some mesh fits."""
+    """Also find the fewest devices on which a mesh fits."""
     mesh: bool = False
     """Also show the best meshes for this number of --processes."""
     largest: bool = False
@@ -121,7 +121,7 @@ class Plan(TrainSettings):
         backwards = [f"--{name}" for name in ("longest", "fewest", "mesh", "largest", "changes") if getattr(self, name)]
         if backwards and (self.purpose != "training" or self.pretrained is not None):
             raise RunError(
-                f"{backwards[0]} is for training steps of a LongNet; leave it out beside "
+                f"{backwards[0]} is for training steps of a LongNet; leave it out with "
                 f"{'--model' if self.pretrained is not None else f'--for {self.purpose}'}"
             )
         if self.pattern and self.pretrained is None:
@@ -131,7 +131,7 @@ class Plan(TrainSettings):
             )
         named = [f"--{name.replace('_', '-')}" for name in self._lengths()]
         if named and self.purpose != "generation":
-            raise RunError(f"{named[0]} is for --for generation, got it beside --for {self.purpose}")
+            raise RunError(f"{named[0]} requires --for generation, got --for {self.purpose}")
         for name, number in (
             ("processes", self.processes),
             ("context_length", self.context_length),
@@ -188,7 +188,7 @@ class Plan(TrainSettings):
             raise RunError(f"--hardware {_HERE} measures what its processes exchange; leave --link {self.link} out")
         named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
         if named:
-            raise RunError(f"{named[0]} is for a device by its name; leave it out beside --hardware {_HERE}")
+            raise RunError(f"{named[0]} is for a device by its name; leave it out with --hardware {_HERE}")
         kind = preflight.choose_device(settings.device)
         settings = dataclasses.replace(
             settings,
@@ -196,8 +196,8 @@ class Plan(TrainSettings):
             precision=preflight.choose_precision(settings.precision, kind),
         )
         preflight.check_processes(settings, self.processes, launch="take --processes {}")
-        found = measure_here(settings, self.processes, kind)
-        return settings, Device(sheet=found.sheet, here=found, price_per_hour=self.price_per_hour or None)
+        here = measure_here(settings, self.processes, kind)
+        return settings, Device(sheet=here.sheet, here=here, price_per_hour=self.price_per_hour or None)
 
     def _plan_longnet(self) -> None:
         from dilated_attention_pytorch.estimate import plan_generation, plan_run
@@ -256,7 +256,7 @@ class Plan(TrainSettings):
         from dilated_attention_pytorch.estimate.pretrained import plan_pretrained, plan_pretrained_generation
 
         if self.hardware.strip().lower() == _HERE:
-            raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device beside --model")
+            raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device with --model")
         if self.processes > 1:
             raise RunError(f"a model of transformers is planned for one process, got --processes {self.processes}")
         self._check_pretrained_flags()
@@ -297,7 +297,7 @@ class Plan(TrainSettings):
         if changed:
             raise RunError(
                 f"--{changed[0]} is for a LongNet, and a plan of a model of transformers does not read it; leave it "
-                "out beside --model"
+                "out with --model"
             )
 
     def _pretrained_run(self, path: Path, device: Device) -> PretrainedRun:
@@ -359,8 +359,8 @@ class Plan(TrainSettings):
             write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 
 
-def defaults_of_plan(argv: Sequence[str]) -> Plan:
+def defaults_of_plan(argv: Sequence[str]) -> PlanCommand:
     """The defaults of ``plan``: those of ``train`` for the same arguments."""
     train = defaults_of(argv)
     fields = {entry.name: getattr(train, entry.name) for entry in dataclasses.fields(TrainSettings)}
-    return Plan(**fields, preset=train.preset)
+    return PlanCommand(**fields, preset=train.preset)

@@ -178,11 +178,11 @@ def rows_of(settings: TrainSettings) -> float:
 def shape_of_steps(settings: TrainSettings, num_processes: int) -> str:
     """Digest of all that determines the time of a step, except its layers and lengths."""
     same = {**settings.model.to_dict(), "num_layers": 0}
-    told: list[Any] = [same, settings.precision, settings.optimizer]
+    values: list[Any] = [same, settings.precision, settings.optimizer]
     if num_processes > 1:
         names = ("data_parallel", "context_parallel", "heads_parallel", "tensor_parallel", "strategy", "layout")
-        told += [num_processes, *(getattr(settings, name) for name in names)]
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+        values += [num_processes, *(getattr(settings, name) for name in names)]
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 @dataclass(slots=True)
@@ -231,11 +231,13 @@ class Measurements:
 def _read(file: Path, hardware: Hardware) -> dict[str, list[float]]:
     try:
         record = read_record(file, _FORMAT, hardware) or {"values": {}}
-        values = {str(name): [float(one) for one in some] for name, some in record["values"].items()}
-        if not all(math.isfinite(one) and one >= 0 for some in values.values() for one in some):
+        values = {str(name): [float(number) for number in numbers] for name, numbers in record["values"].items()}
+        if not all(math.isfinite(number) and number >= 0 for numbers in values.values() for number in numbers):
             raise ValueError("a number is not finite, or below 0")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{file} holds no measurements ({error}); delete it, and they are taken anew") from error
+        raise RunError(
+            f"{file} holds no measurements ({error}); delete it, and this machine is measured again"
+        ) from error
     return values
 
 
@@ -306,9 +308,9 @@ class _Probe:
             self._attention(sorted({*lengths, longest}), is_training=is_training) for is_training in (True, False)
         )
         points = []
-        for told, gradients, optimizer in self._steps(layers, texts, lengths, threads):
-            others = attention_seconds(told, attention, forward) * shared / processes_of_a_batch(self.settings)
-            points.append(StepPoint(told.model.num_layers, rows_of(told), max(0.0, gradients - others), optimizer))
+        for step, gradients, optimizer in self._steps(layers, texts, lengths, threads):
+            others = attention_seconds(step, attention, forward) * shared / processes_of_a_batch(self.settings)
+            points.append(StepPoint(step.model.num_layers, rows_of(step), max(0.0, gradients - others), optimizer))
         exchange = [0.0, 0.0]
         if self.num_processes > 1:
             exchange = self.measured.get("exchange", lambda: exchange_rates(self.device.type, self._left()))
@@ -346,18 +348,18 @@ class _Probe:
         """Small steps, with the seconds of their gradients and of their optimizer."""
         steps = [self._small(number, length, texts) for number in layers for length in lengths]
         if self.num_processes == 1:
-            for told in steps:
-                words = f"step of {told.model.num_layers} layers, {texts} x {told.context_length} rows"
+            for step in steps:
+                words = f"step of {step.model.num_layers} layers, {texts} x {step.context_length} rows"
                 kind = self.device.type
-                found = self.measured.get(self._name(words), lambda told=told, kind=kind: step_seconds(told, kind))  # type: ignore[misc]
-                yield told, found[0], found[1]
+                seconds = self.measured.get(self._name(words), lambda step=step, kind=kind: step_seconds(step, kind))  # type: ignore[misc]
+                yield step, seconds[0], seconds[1]
             return
         shared, count, device = [self._shared(one) for one in steps], self.num_processes, self.device.type
-        found = self.measured.get(
+        seconds = self.measured.get(
             self._name(f"steps of {layers} layers, {texts} x {lengths} rows"),
             lambda: shared_step_seconds(shared, count, device, threads, self._left()),
         )
-        yield from zip(shared, found[::2], found[1::2], strict=True)
+        yield from zip(shared, seconds[::2], seconds[1::2], strict=True)
 
     def _name(self, words: str) -> str:
         """Name of a measurement, with a digest of the model's shape without its number of layers."""
@@ -408,13 +410,13 @@ class _Probe:
             **of_mesh(),
         )
 
-    def _shared(self, told: TrainSettings) -> TrainSettings:
+    def _shared(self, step: TrainSettings) -> TrainSettings:
         """The step with the parallel settings of the run."""
         names = ("context_parallel", "heads_parallel", "tensor_parallel", "strategy", "layout", "data_parallel")
         given = {name: getattr(self.settings, name) for name in names}
         if given["data_parallel"].startswith("zero"):
             given["data_parallel"] = "ddp"
-        return dataclasses.replace(told, **given)
+        return dataclasses.replace(step, **given)
 
     def _check_size(self, layers: int, length: int, texts: int) -> None:
         needed = self._bytes(layers, length, texts)
@@ -426,16 +428,16 @@ class _Probe:
 
     def _attention(self, lengths: list[int], *, is_training: bool) -> tuple[tuple[float, float], ...]:
         """Seconds per row and per pair, for each pattern."""
-        found = []
+        rates = []
         for index in range(len(self.settings.model.different_patterns)):
             counts, seconds = [], []
             for length in lengths:
                 seconds.append(self._attended(index, length, is_training=is_training))
-                told = self._small(self.settings.model.num_layers, length)
-                counts.append([float(length), float(pairs_of(told)[self.settings.model.different_patterns[index]])])
+                step = self._small(self.settings.model.num_layers, length)
+                counts.append([float(length), float(pairs_of(step)[self.settings.model.different_patterns[index]])])
             of_row, of_pair = fit_seconds(counts, seconds)
-            found.append((of_row, of_pair))
-        return tuple(found)
+            rates.append((of_row, of_pair))
+        return tuple(rates)
 
     def _attended(self, index: int, length: int, *, is_training: bool) -> float:
         model = self.settings.model

@@ -220,26 +220,24 @@ def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
 def _split(parts: dict[str, int], model: LongNetConfig, gathered: int, *, tensor: int, ranks: int) -> dict[str, int]:
     """Bytes of one of ``ranks`` processes that split the weights, ``tensor`` of which split matrices and heads.
 
-    ``gathered`` bytes of weights and of gradients are whole.
-
-    Under tensor parallelism the LayerNorms between the modules that are split are whole in every process, and about
-    half of the activations: those between these modules.
+    ``gathered`` bytes of weights and of gradients are not split. Under tensor parallelism neither are the LayerNorms
+    between the modules that are split, and about half of the activations, those between these modules.
     """
     norms = _FLOAT32 * (4 * model.num_layers + 2) * model.embed_dim if tensor > 1 else 0
-    whole = min(parts["gradients"], gathered)
+    unsplit = min(parts["gradients"], gathered)
     return parts | {
         "weights": parts["weights"] // ranks + gathered + norms,
-        "gradients": (parts["gradients"] - whole) // ranks + whole,
+        "gradients": (parts["gradients"] - unsplit) // ranks + unsplit,
         "activations": (parts["activations"] + parts["activations"] // tensor) // 2,
         "temporaries": (parts["temporaries"] + parts["temporaries"] // tensor) // 2,
     }
 
 
 def _gathered_bytes(model: LongNetConfig) -> int:
-    """Bytes of whole weights, and of whole gradients, while a block is computed under FSDP.
+    """Bytes of weights, and of gradients, that are not split while a block is computed under FSDP.
 
-    Embedding, last LayerNorm and output matrix stay gathered through both passes. The gradients of a block are whole
-    until they are scattered.
+    Embedding, last LayerNorm and output matrix stay gathered through both passes. The gradients of a block are
+    split when they are scattered.
     """
     one, two = (dataclasses.replace(model, num_layers=number).num_parameters for number in (1, 2))
     outside, block = 2 * one - two, two - one
@@ -286,7 +284,7 @@ def _exchanged_bytes(settings: TrainSettings) -> int:
     return 3 * rows * of_row
 
 
-def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) -> Footprint:
+def _with_zero(memory: Footprint, settings: TrainSettings, num_processes: int) -> Footprint:
     """Footprint on the device with DeepSpeed's sharding and offloading."""
     parameters = settings.model.num_parameters
     stage = settings.data_parallel
@@ -295,7 +293,7 @@ def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) ->
     share = 0 if settings.offload in ("parameters", "nvme") else 4 * parameters // num_processes
     weights = share if stage == "zero3" else 4 * parameters
     gradients = 4 * parameters if stage == "zero1" else 4 * parameters // num_processes
-    return dataclasses.replace(found, weights=weights, gradients=gradients, optimizer=stepped)
+    return dataclasses.replace(memory, weights=weights, gradients=gradients, optimizer=stepped)
 
 
 def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, num_parameters: int) -> Footprint:

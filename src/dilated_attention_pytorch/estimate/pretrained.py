@@ -169,16 +169,15 @@ def trace(
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda own: live.mark([own.grad], "gradients"))
         live.phase, live.is_recording = ("forward", 0), True
-        with torch.set_grad_enabled(is_training), autocast(_autocast(run, dtype), "cpu"):
+        with (
+            torch.set_grad_enabled(is_training),
+            autocast(run.precision if dtype == torch.float32 else "float32", "cpu"),
+        ):
             out: Any = model(ids, labels=ids if is_training else None, use_cache=False, **options)
         if is_training:
             live.phase = ("backward", 0)
             out.loss.backward()
     return live.moments
-
-
-def _autocast(run: PretrainedRun, dtype: torch.dtype) -> str:
-    return run.precision if dtype == torch.float32 else "float32"
 
 
 def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> Footprint:
@@ -193,21 +192,17 @@ def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> F
         run = dataclasses.replace(run, length=min(generation.prompt, generation.chunk_size))
     dtype = torch.float32 if generation is None else computing_dtype(run.precision)
     moments = trace(run, is_training=purpose == "training", dtype=dtype, is_generating=generation is not None)
-    found = peak(map(parts_of, moments))
+    memory = peak(map(parts_of, moments))
     if purpose == "training":
-        return dataclasses.replace(found, optimizer=moment_bytes(run.optimizer) * found.weights // 4)
+        return dataclasses.replace(memory, optimizer=moment_bytes(run.optimizer) * memory.weights // 4)
     if generation is not None:
         slots = walk(
             (run.pattern,), num_kv_heads(run.config), generation.prompt, generation.new_tokens, generation.chunk_size
         ).slots[run.pattern]
-        of_slot = num_kv_heads(run.config) * _head_dim(text) * dtype.itemsize
-        return dataclasses.replace(found, cache=2 * run.batch_size * text.num_hidden_layers * slots * of_slot)
-    return found
-
-
-def _head_dim(text: Any) -> int:
-    width: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return width
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        of_slot = num_kv_heads(run.config) * head_dim * dtype.itemsize
+        return dataclasses.replace(memory, cache=2 * run.batch_size * text.num_hidden_layers * slots * of_slot)
+    return memory
 
 
 def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "training") -> RunPlan:

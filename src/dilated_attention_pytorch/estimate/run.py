@@ -18,7 +18,7 @@ from .flops import FORWARD_AND_BACKWARD, StepWork, forward_work, step_work
 from .generation import Generation, generation_footprint
 from .measure import Here
 from .memory import Footprint, evaluation_footprint, footprint
-from .seconds import StepRates, StepSeconds, rates, sheet_seconds
+from .seconds import StepRates, StepSeconds, sheet_seconds
 
 Purpose = Literal["training", "forward"]
 
@@ -167,7 +167,8 @@ def plan_of_work(
     if seconds is None:
         of_process = work.over(sharing)
         seconds = sheet_seconds(of_process, memory, sent, sheet, precision, device.connection, is_training=is_training)
-    model_flops = (FORWARD_AND_BACKWARD if is_training else 1) * forward_flops
+    model_flops, peak = (FORWARD_AND_BACKWARD if is_training else 1) * forward_flops, sheet.flops[precision]
+    price = device.price_per_hour
     return RunPlan(
         purpose=purpose,
         footprint=memory,
@@ -175,17 +176,17 @@ def plan_of_work(
         tokens=tokens,
         model_flops=model_flops,
         computed_flops=int(work.total) * (num_processes // sharing),
-        least_seconds=work.total / sharing / sheet.flops[precision],
+        least_seconds=work.total / sharing / peak,
         exchanges=sent,
         seconds=seconds,
-        rates=rates(
-            seconds.total,
-            tokens,
-            model_flops,
-            num_processes,
-            peak=sheet.flops[precision],
-            watts=sheet.watts,
-            price=device.price_per_hour,
+        rates=StepRates(
+            seconds=seconds.total,
+            tokens_per_second=tokens / seconds.total,
+            utilisation=model_flops / seconds.total / num_processes / peak,
+            joules_per_token=sheet.watts * num_processes * seconds.total / tokens if sheet.watts else None,
+            price_per_million_tokens=(
+                None if price is None else price * num_processes * seconds.total / 3600 / tokens * 1e6
+            ),
         ),
     )
 

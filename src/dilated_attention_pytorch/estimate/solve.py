@@ -98,8 +98,8 @@ def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: i
     """
 
     def fits(length: int) -> bool:
-        found = footprint(with_length(settings, length), num_processes)
-        return found.total < memory_bytes - memory_bytes // _ROOM
+        needed = footprint(with_length(settings, length), num_processes).total
+        return needed < memory_bytes - memory_bytes // _ROOM
 
     of_block = rows_at_once(settings.model.vocab_size)
     step = of_block // math.gcd(of_block, settings.batch_size) * settings.context_parallel
@@ -120,21 +120,19 @@ def meshes(settings: TrainSettings, num_processes: int, device: Device) -> list[
     Covers data, context and tensor parallel sizes whose product is the number of devices, with weights whole or split
     (fsdp); for the best three, also the number of processes of a sequence that split heads.
     """
-    found = [mesh for sizes in _sizes(num_processes) if (mesh := _mesh(settings, num_processes, device, sizes))]
-    found.sort(key=_rank)
-    for mesh in found[:3]:
+    possible = [mesh for sizes in _sizes(num_processes) if (mesh := _mesh(settings, num_processes, device, sizes))]
+    possible.sort(key=_rank)
+    for mesh in possible[:3]:
         for heads in (2, 4, 8):
             if mesh.context % heads == 0 and mesh.context > heads:
                 sizes = {"context": mesh.context, "tensor": mesh.tensor, "data_parallel": mesh.data_parallel}
                 other = _mesh(settings, num_processes, device, sizes | {"heads": heads})
-                found += [other] if other is not None else []
-    return sorted(found, key=_rank)
+                possible += [other] if other is not None else []
+    return sorted(possible, key=_rank)
 
 
 def _rank(mesh: Mesh) -> tuple[bool, float, int]:
-    plan = mesh.plan
-    # Among those that do not fit, the smallest is first: it is the nearest to fitting.
-    return (not plan.fits, -plan.rates.tokens_per_second if plan.fits else plan.footprint.total, mesh.tensor)
+    return *_nearest_to_fitting(mesh), mesh.tensor
 
 
 def _sizes(num_processes: int) -> Iterator[dict[str, Any]]:
@@ -163,7 +161,7 @@ def plan_if_possible(settings: Callable[[], TrainSettings], num_processes: int, 
 
 
 def fewest_processes(settings: TrainSettings, device: Device) -> Mesh | None:
-    """The fewest devices on which some mesh fits, with the best mesh; None if :data:`MOST_PROCESSES` are too few.
+    """The fewest devices on which a mesh fits, with the best mesh; None if :data:`MOST_PROCESSES` are too few.
 
     Powers of two are tried until one fits, then numbers between it and the one before, by bisection.
     """
@@ -275,30 +273,31 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
         settings, num_processes, device: the run.
         now: its plan, which says whether it fits.
     """
-    found, fits = [], now.fits
+    possible = []
     for words, changed, processes in _candidates(settings, num_processes):
         try:
             plan = plan_run(changed, processes, _measured(device, changed, processes))
         except (RunError, ValueError, NotImplementedError):
             continue  # changes that are impossible for the run are left out
         speed = plan.rates.tokens_per_second / now.rates.tokens_per_second
-        found.append(Change(words, plan.footprint.total - now.footprint.total, speed, processes, plan))
-    if not fits:
-        helping = [one for one in found if one.bytes < -_LEAST_GAIN * now.footprint.total]
-        helping.sort(key=lambda one: (not one.plan.fits, -one.speed if one.plan.fits else one.plan.footprint.total))
-        return helping[:3]
-    faster = [one for one in found if one.plan.fits and one.speed > 1 + _LEAST_GAIN]
-    larger = [one for one in faster if one.speed * num_processes / one.processes <= 1 + _LEAST_GAIN]
-    smaller = [
-        one
-        for one in found
-        if one not in faster and one.bytes < -_LEAST_GAIN * now.footprint.total and one.speed > 1 - _LEAST_GAIN
-    ]
-    faster = [one for one in faster if one not in larger]
-    faster.sort(key=lambda one: -one.speed / one.processes)
-    smaller.sort(key=lambda one: one.bytes)
-    larger.sort(key=lambda one: -one.speed)
+        possible.append(Change(words, plan.footprint.total - now.footprint.total, speed, processes, plan))
+    smaller = [change for change in possible if change.bytes < -_LEAST_GAIN * now.footprint.total]
+    if not now.fits:
+        return sorted(smaller, key=_nearest_to_fitting)[:3]
+    faster = [change for change in possible if change.plan.fits and change.speed > 1 + _LEAST_GAIN]
+    smaller = [change for change in smaller if change not in faster and change.speed > 1 - _LEAST_GAIN]
+    larger = [change for change in faster if change.speed * num_processes / change.processes <= 1 + _LEAST_GAIN]
+    faster = [change for change in faster if change not in larger]
+    faster.sort(key=lambda change: -change.speed / change.processes)
+    smaller.sort(key=lambda change: change.bytes)
+    larger.sort(key=lambda change: -change.speed)
     return [*faster, *smaller, *larger][:3]
+
+
+def _nearest_to_fitting(one: Mesh | Change) -> tuple[bool, float]:
+    """Order of plans: those that fit, the fastest first, then the others, the smallest first."""
+    plan = one.plan
+    return not plan.fits, -plan.rates.tokens_per_second if plan.fits else plan.footprint.total
 
 
 def _measured(device: Device, changed: TrainSettings, processes: int) -> Device:
