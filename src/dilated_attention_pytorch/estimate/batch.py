@@ -1,12 +1,16 @@
-"""The texts and rows of a batch, and the settings of a run with another context length or mesh."""
+"""What estimates read of a run's settings: texts and rows of a batch, heads, layers; and settings with other values."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 from dilated_attention_pytorch.training.stages import StageSettings
+
+from .workload import Workload
 
 
 def texts_of_batch(settings: TrainSettings) -> dict[int, int]:
@@ -34,6 +38,38 @@ def texts_of_batch(settings: TrainSettings) -> dict[int, int]:
 def rows_of_batch(settings: TrainSettings, processes: int = 1) -> int:
     """Most rows of a batch in one of ``processes`` that share each of its texts."""
     return sum(count * -(-length // processes) for length, count in texts_of_batch(settings).items())
+
+
+def processes_of_a_batch(settings: TrainSettings) -> int:
+    """Number of processes that share the rows or the products of one batch."""
+    return settings.context_parallel * settings.tensor_parallel
+
+
+def heads_of(model: LongNetConfig) -> tuple[int, int]:
+    """Key/value heads of a layer, and the width of a head."""
+    assert model.num_kv_heads is not None
+    return model.num_kv_heads, model.embed_dim // model.num_heads
+
+
+def recomputed_layers(model: LongNetConfig) -> list[int]:
+    """Layers that are computed again in the backward pass."""
+    layers = range(model.num_layers if model.gradient_checkpointing else 0)
+    return [layer for layer in layers if model.is_recomputed(layer)]
+
+
+def attention_of(settings: TrainSettings, length: int, batch_size: int, *, is_training: bool = True) -> Workload:
+    """A layer's call of attention on a batch of texts of one length."""
+    kv_heads, head_dim = heads_of(settings.model)
+    return Workload(
+        sequence_length=length,
+        batch_size=batch_size,
+        num_heads=settings.model.num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=computing_dtype(settings.precision),
+        is_causal=True,
+        is_training=is_training,
+    )
 
 
 def with_length(settings: TrainSettings, length: int, **changes: Any) -> TrainSettings:

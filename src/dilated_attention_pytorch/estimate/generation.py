@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .attention import operator_bytes
+from .batch import heads_of
 from .live_bytes import LiveBytes, Moment
 from .memory import Footprint, parts_of, peak
 
@@ -218,10 +220,9 @@ class Generation:
 
     def walk(self, settings: TrainSettings) -> CacheWalk:
         """Slots of the cache through the generation."""
-        model = settings.model
-        assert model.num_kv_heads is not None
-        patterns = tuple(dict.fromkeys(model.different_patterns))
-        return walk(patterns, model.num_kv_heads, self.prompt, self.new_tokens, self.chunk_size)
+        kv_heads, _ = heads_of(settings.model)
+        patterns = tuple(dict.fromkeys(settings.model.different_patterns))
+        return walk(patterns, kv_heads, self.prompt, self.new_tokens, self.chunk_size)
 
 
 def cache_bytes(settings: TrainSettings, generation: Generation) -> int:
@@ -236,8 +237,7 @@ def cache_bytes(settings: TrainSettings, generation: Generation) -> int:
 
 def _cache_bytes(settings: TrainSettings, slots: Mapping[Pattern, int], first_layer: int = 0) -> int:
     model = settings.model
-    assert model.num_kv_heads is not None
-    of_slot = model.num_kv_heads * (model.embed_dim // model.num_heads) * computing_dtype(settings.precision).itemsize
+    of_slot = math.prod(heads_of(model)) * computing_dtype(settings.precision).itemsize
     layers = range(first_layer, model.num_layers)
     return 2 * settings.batch_size * of_slot * sum(slots[model.pattern(layer)] for layer in layers)
 

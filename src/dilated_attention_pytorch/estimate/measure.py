@@ -32,13 +32,19 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import of_mesh, rows_of_batch, with_length
+from .batch import (
+    attention_of,
+    of_mesh,
+    processes_of_a_batch,
+    recomputed_layers,
+    rows_of_batch,
+    with_length,
+)
 from .exchange import SentBytes, exchanges
 from .flops import pairs_of, step_work
 from .memory import footprint
 from .processes import exchange_rates, shared_step_seconds, step_seconds
 from .seconds import StepSeconds
-from .workload import Workload
 
 _FORMAT = "dilated-attention-pytorch measurements 1"
 _MOST_SECONDS = 120.0
@@ -136,11 +142,6 @@ class Here:
         return max(point.gradients, 1e-9) / expected
 
 
-def processes_of_a_batch(settings: TrainSettings) -> int:
-    """Number of processes that share the rows or the products of one batch."""
-    return settings.context_parallel * settings.tensor_parallel
-
-
 def attention_seconds(
     settings: TrainSettings, step: tuple[tuple[float, float], ...], forward: tuple[tuple[float, float], ...]
 ) -> float:
@@ -152,12 +153,12 @@ def attention_seconds(
         forward: the same for the forward pass alone, which recomputed layers repeat.
     """
     model, rows = settings.model, rows_of_batch(settings)
-    pairs, patterns = pairs_of(settings), model.different_patterns
+    pairs, patterns, again = pairs_of(settings), model.different_patterns, recomputed_layers(model)
     total = 0.0
     for layer in range(model.num_layers):
         pattern_index = patterns.index(model.pattern(layer))
         passes = [step[pattern_index]]
-        if model.gradient_checkpointing and model.is_recomputed(layer):
+        if layer in again:
             passes.append(forward[pattern_index])
         total += sum(a * rows + b * pairs[patterns[pattern_index]] for a, b in passes)
     return total
@@ -440,25 +441,11 @@ class _Probe:
         return tuple(rates)
 
     def _attended(self, index: int, length: int, *, is_training: bool) -> float:
-        model = self.settings.model
-        assert model.num_kv_heads is not None
-        kind = "of a step" if is_training else "forward"
-
         def measure() -> list[float]:
-            assert model.num_kv_heads is not None
-            workload = Workload(
-                sequence_length=length,
-                batch_size=1,
-                num_heads=model.num_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.embed_dim // model.num_heads,
-                dtype=computing_dtype(self.settings.precision),
-                is_causal=True,
-                is_training=is_training,
-            )
-            call = call_of(workload, self.device)
-            pattern = model.different_patterns[index]
+            call = call_of(attention_of(self.settings, length, 1, is_training=is_training), self.device)
+            pattern = self.settings.model.different_patterns[index]
             call(pattern)
             return [statistics.median(call(pattern) for _ in range(_CALLS))]
 
+        kind = "of a step" if is_training else "forward"
         return self.measured.get(self._name(f"attention {index} {kind}, {length} rows"), measure)[0]

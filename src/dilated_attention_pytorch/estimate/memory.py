@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,11 +22,10 @@ from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import Optimizer, TrainSettings
 
 from .attention import kernel_bytes
-from .batch import rows_of_batch, with_length
+from .batch import attention_of, heads_of, rows_of_batch, with_length
 from .flops import block_matrices
 from .live_bytes import PARTS, Moment
 from .step import moments
-from .workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -151,19 +151,10 @@ def _own_rows(settings: TrainSettings) -> TrainSettings:
 
 def _attention_bytes(settings: TrainSettings) -> dict[str, int]:
     """Temporary bytes of attention in the layer that takes most, by operator."""
-    model = settings.model
-    assert model.num_kv_heads is not None
-    workload = Workload(
-        sequence_length=settings.context_length,
-        batch_size=settings.batch_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.embed_dim // model.num_heads,
-        dtype=computing_dtype(settings.precision),
-        is_causal=True,
-    )
+    workload = attention_of(settings, settings.context_length, settings.batch_size)
     of_patterns = [
-        kernel_bytes(pattern, workload, threads=max(1, settings.threads)) for pattern in model.different_patterns
+        kernel_bytes(pattern, workload, threads=max(1, settings.threads))
+        for pattern in settings.model.different_patterns
     ]
     forward, backward = map(max, zip(*of_patterns, strict=True))
     return {"attend": forward, "attend_backward": backward}
@@ -276,10 +267,8 @@ def _exchanged_bytes(settings: TrainSettings) -> int:
     """Largest number of bytes of other processes' keys, values and their gradients held at once."""
     if settings.context_parallel == 1:
         return 0
-    model = settings.model
-    assert model.num_kv_heads is not None
     rows = rows_of_batch(settings, settings.context_parallel)
-    of_row = 2 * model.embed_dim // model.num_heads * model.num_kv_heads * _element(settings.precision)
+    of_row = 2 * math.prod(heads_of(settings.model)) * _element(settings.precision)
     # Ring: the rows in use, those being received, and those being sent.
     return 3 * rows * of_row
 

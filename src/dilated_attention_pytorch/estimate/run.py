@@ -12,7 +12,7 @@ from dilated_attention_pytorch.training.preflight import check_processes
 from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import rows_of_batch, with_length
+from .batch import processes_of_a_batch, rows_of_batch, with_length
 from .exchange import SentBytes, exchanges
 from .flops import FORWARD_AND_BACKWARD, StepWork, forward_work, step_work
 from .generation import Generation, generation_footprint
@@ -111,7 +111,7 @@ def plan_run(
     if not is_training:
         # An evaluation takes rows of the context length, where training takes batches of documents, too.
         settings = with_length(settings, settings.context_length, gradient_accumulation=1)
-    sharing = settings.context_parallel * settings.tensor_parallel
+    sharing = processes_of_a_batch(settings)
     batches = num_processes // sharing * settings.gradient_accumulation
     forward = forward_work(settings)
     work = step_work(settings) if is_training else forward
