@@ -31,7 +31,7 @@ _MODELS = (*_ATTENTION, "models", "nn")
 _STEPS = tuple(
     f"estimate/{name}.py"
     for name in (
-        "attention", "batch_rows", "flops", "live_bytes", "memory", "parallel", "parallel_choice", "step",
+        "attention", "batch", "flops", "live_bytes", "memory", "parallel", "parallel_choice", "step",
         "workload",
     )
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.estimate.parallel import Shape, Strategy, cheapest
+from dilated_attention_pytorch.estimate.parallel import ShardedShape, Strategy, cheapest
 from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
@@ -102,7 +102,7 @@ def agree(
     strategy = keywords.strategy
     if strategy == "auto":
         call = ShardedCall(pattern, key.shape[2], is_causal, offset, documents)
-        size = Shape(
+        size = ShardedShape(
             call,
             query.shape[0],
             num_queries,
