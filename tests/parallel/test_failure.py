@@ -51,7 +51,6 @@ NAMED: dict[str, str] = {
     "stops, two axes, forward": NO_ANSWER,
     "stops, two axes, backward": NO_ANSWER,
     "stops, unseen by the transport": f"{NO_ANSWER}.*no sign of life for 10 s",
-    "poisons the store and dies": NO_ANSWER,
     "dies while others wait": NO_ANSWER,
     "computes for long": "rank 1 is alive, but takes no part: it computes for longer than .*made there: 1",
     "computes for long, two axes": "rank 3 is alive, but takes no part: it computes for longer than .*made there: 1",
