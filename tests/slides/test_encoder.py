@@ -302,7 +302,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "size": (
         lambda w: {**w, LAYER + "ffn.fc1.weight": torch.zeros(52, 31)},
-        f"{LAYER}ffn.fc1.weight must be [52, 32] beside patch_embed.proj.weight [32, 19], got [52, 31]",
+        f"{LAYER}ffn.fc1.weight must be [52, 32] for patch_embed.proj.weight [32, 19], got [52, 31]",
     ),
     "not finite": (
         lambda w: {**w, "norm.bias": torch.full((32,), float("nan"))},

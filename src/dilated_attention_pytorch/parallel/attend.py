@@ -176,20 +176,19 @@ def _attend(
     ranks = ranks_of(mesh)
     with ranks.rows.announced():
         query, key, value = sequence_first(query, key, value, heads_first)
-        check_call(
-            Call(
-                query,
-                key,
-                value,
-                key_padding_mask=keywords.key_padding_mask,
-                pattern=pattern,
-                is_causal=keywords.is_causal,
-                scale=keywords.scale,
-                query_offset=keywords.query_offset,
-                key_offset=keywords.key_offset,
-                dropout_p=keywords.dropout_p,
-            )
+        call = Call(
+            query,
+            key,
+            value,
+            key_padding_mask=keywords.key_padding_mask,
+            pattern=pattern,
+            is_causal=keywords.is_causal,
+            scale=keywords.scale,
+            query_offset=keywords.query_offset,
+            key_offset=keywords.key_offset,
+            dropout_p=keywords.dropout_p,
         )
+        check_call(call)
         refuse_other_derivatives(query, key, value)
         # Before the ranks compare their calls: autocast sets the dtype of the exchanged tensors.
         query, key, value = cast_by_autocast(query, key, value)
@@ -223,23 +222,17 @@ def _attend(
     if ranks.heads is not None:
         out, lse = _by_rows(ranks, agreed, query, key, value, mask, pattern, seed, keywords)
     else:
-        out, lse = attend_checked(
-            Call(
-                query,
-                key,
-                value,
-                cu_seqlens=keywords.cu_seqlens,
-                key_padding_mask=mask,
-                dropout_seed=seed,
-                pattern=pattern,
-                is_causal=keywords.is_causal,
-                scale=keywords.scale,
-                query_offset=keywords.query_offset,
-                key_offset=keywords.key_offset,
-                dropout_p=keywords.dropout_p,
-                impl=keywords.impl,
-            )
+        of_heads = call._replace(
+            query=query,
+            key=key,
+            value=value,
+            cu_seqlens=keywords.cu_seqlens,
+            key_padding_mask=mask,
+            dropout_seed=seed,
+            pattern=pattern,
+            impl=keywords.impl,
         )
+        out, lse = attend_checked(of_heads)
     if is_lse_wanted:
         return ToRows.apply(route, out, lse)
     return ToRows.apply(route, out)[0], None

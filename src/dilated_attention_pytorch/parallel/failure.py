@@ -23,7 +23,7 @@ class RankFailure(RuntimeError):
     """A rank died, does not respond, or makes a different call. The message names it."""
 
 
-class Board:
+class RankGroup:
     """A group of ranks that diagnose a failure together.
 
     Args:
@@ -111,8 +111,8 @@ class Board:
                 time.sleep(max(0.0, failure.at + KNOWN_SECONDS - time.monotonic()))
             monitor.reason = cause
             if cause.startswith(f"rank {monitor.rank} ") and not monitor.got_sigterm:
-                cause = f"the other ranks gave this one up: {cause}"
-            ending = "told to end (SIGTERM) while " if monitor.got_sigterm else ""
+                cause = f"the other ranks declared this one failed: {cause}"
+            ending = "received SIGTERM while " if monitor.got_sigterm else ""
             self._report = f"rank {monitor.rank}: {ending}{doing}: {cause}"
         return cause
 
@@ -178,7 +178,7 @@ class Board:
         if not left:
             return None
         return (
-            f"{names(left)} came to an end while others waited: the program ended there, or an error that it "
+            f"{names(left)} ended while others waited: the program ended there, or with an error that it "
             f"printed{transport}"
         )
 
@@ -199,19 +199,21 @@ class Board:
         """That a rank received SIGTERM, if one did; what the others wait for is then irrelevant."""
         ending = [rank for rank, state in fresh.items() if state.got_sigterm]
         if self._monitor.got_sigterm:
-            return f"rank {self._monitor.rank} was told to end (SIGTERM) while {doing}; no rank is known to have failed"
-        return f"{names(ending)} was told to end (SIGTERM)" if ending else None
+            return f"rank {self._monitor.rank} received SIGTERM while {doing}; no rank is known to have failed"
+        return f"{names(ending)} received SIGTERM" if ending else None
 
     def _differing(self, fresh: Mapping[int, State]) -> str | None:
         """Ranks that wait in a different call from the others."""
         own = self._own()
         waiting = {self._monitor.rank: own}
-        waiting |= {rank: one for rank, state in fresh.items() if (one := self._in_group(state)).waits}
-        if len({(one.number, one.call) for one in waiting.values()}) == 1:
+        waiting |= {rank: in_group for rank, state in fresh.items() if (in_group := self._in_group(state)).waits}
+        if len({(in_group.number, in_group.call) for in_group in waiting.values()}) == 1:
             return None
         ranks = sorted(waiting)
         # One rank per distinct call suffices.
-        kinds = {(one.number, one.call): rank for rank, one in waiting.items() if rank != self._monitor.rank}
+        kinds = {
+            (in_group.number, in_group.call): rank for rank, in_group in waiting.items() if rank != self._monitor.rank
+        }
         texts = self._monitor.calls(self._group, list(kinds.values()))
         if texts is None:
             return None

@@ -215,7 +215,7 @@ def num_layers(config: Any) -> int:
     number: int | None = getattr(config, "num_hidden_layers", None)
     if number is None:
         raise NotImplementedError(
-            f"a pattern per layer, or one beside sliding windows, needs the number of layers, and "
+            f"a pattern per layer, or one in addition to sliding windows, needs the number of layers, and "
             f"{type(config).__name__} has no num_hidden_layers: give one pattern for the whole model"
         )
     return number

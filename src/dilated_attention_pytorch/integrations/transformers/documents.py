@@ -44,8 +44,8 @@ def seal(documents: Tensor, *, is_causal: bool, is_packed: bool = False) -> Tens
 
 def seal_whole(num_columns: int, device: torch.device, *, is_causal: bool) -> Tensor:
     """The seal of rows that are one document each, without padding: bits ``[1, 1, 2, columns]``."""
-    one = _sealed(torch.zeros(1, 1, dtype=torch.int32, device=device), is_causal)
-    return one[None, None].expand(1, 1, 2, num_columns)
+    sealed = _sealed(torch.zeros(1, 1, dtype=torch.int32, device=device), is_causal)
+    return sealed[None, None].expand(1, 1, 2, num_columns)
 
 
 def is_seal(mask: Tensor) -> bool:
