@@ -405,7 +405,7 @@ def test_a_wrong_call_says_what_was_expected(change: dict[str, Any], message: st
         ({"num_heads": 7}, "num_heads must divide embed_dim, got 7 heads and embed_dim 768"),
         ({"embed_dim": 18, "num_heads": 2}, "embed_dim must be a multiple of 4"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and"),
+        ({"dropout": 1.0}, "dropout must be a probability of at least 0 and"),
         ({"pooling": "max"}, "pooling must be"),
         ({"segment_lengths": (4, 8)}, "dilation_rates"),
     ],

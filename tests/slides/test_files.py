@@ -195,7 +195,7 @@ BROKEN: list[tuple[str, Any, str]] = [
         "its features are one vector [12], of a whole slide or of one tile whose axis was",
     ),
     ("a.h5", {"features": torch.stack((FEATURES, FEATURES)), "coords": CORNERS}, "got [2, 7, 12]"),
-    ("a.h5", "folder", "it cannot be opened: Is a directory"),
+    ("a.h5", "folder", "it is a folder, expected a file"),
     (
         "a.h5",
         {"features": np.array([b"a", b"b"]), "coords": CORNERS},

@@ -102,7 +102,7 @@ def _read_hdf5(path: Path, width: int | None) -> Content:
             for holder in (file, features, coordinates):
                 attributes |= {name: _plain(holder.attrs[name]) for name in _ATTRIBUTES if name in holder.attrs}
             return _content(_tensor(FEATURES, features[()]), _tensor(COORDINATES, coordinates[()]), attributes)
-    except (PermissionError, IsADirectoryError) as error:
+    except PermissionError as error:
         raise RunError(f"it cannot be opened: {os.strerror(error.errno or 0)}") from error
     except BlockingIOError as error:
         raise RunError(f"another program is writing it ({first_line(error)}); embed it when that has ended") from error

@@ -62,6 +62,20 @@ def find_slides(paths: Sequence[Path]) -> dict[str, Path]:
     return slides
 
 
+def status_of(path: Path) -> os.stat_result:
+    """The status of a file.
+
+    Raises:
+        RunError: there is no such file, for example behind a link.
+    """
+    try:
+        return path.stat()
+    except OSError as error:
+        raise RunError(
+            f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
+        ) from error
+
+
 def is_same_file(one: str | Path, other: str | Path) -> bool:
     """Whether two paths lead to one file; a link that leads nowhere is only the same as itself."""
     try:
@@ -104,16 +118,9 @@ def read_slide(path: Path, width: int | None = None) -> Slide:
     Raises:
         RunError: the file is damaged or has other contents; the message says what was found and what to do.
     """
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise RunError(
-            f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
-        ) from error
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise RunError("it is a pipe or a device, expected a file")
-    if stat.S_ISDIR(mode):
-        raise RunError("it cannot be opened: Is a directory")
+    mode = status_of(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise RunError(f"it is {'a folder' if stat.S_ISDIR(mode) else 'a pipe or a device'}, expected a file")
     try:
         features, coordinates, attributes = read_content(path, width)
     except MemoryError as error:

@@ -25,7 +25,7 @@ from dilated_attention_pytorch.output import (
 
 from .contents import companions
 from .encoder import SlideEmbeddings
-from .files import is_same_file
+from .files import is_same_file, status_of
 from .settings import FileKind
 
 SETTINGS_NAME = "_embed.json"
@@ -49,12 +49,7 @@ class Source:
         Raises:
             RunError: there is no such file, for example behind a link.
         """
-        try:
-            stats = [file.stat() for file in (path, *companions(path))]
-        except OSError as error:
-            raise RunError(
-                f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
-            ) from error
+        stats = [status_of(file) for file in (path, *companions(path))]
         return Source(
             slide=slide,
             source=str(path.absolute()),
