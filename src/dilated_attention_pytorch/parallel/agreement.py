@@ -99,8 +99,8 @@ def agree(ranks: Ranks, call: Call, sharding: Sharding, *, is_lse_wanted: bool) 
             call.key_padding_mask is not None,
             tuple(communicator.size for communicator in (ranks.rows, ranks.heads) if communicator is not None),
         )
-        needs_whole = ranks.heads is None and not (is_one_sequence and asked != "reference")
-        strategy = "heads" if needs_whole else cheapest(size, layout)
+        is_for_heads = ranks.heads is None and not (is_one_sequence and asked != "reference")
+        strategy = "heads" if is_for_heads else cheapest(size, layout)
     _check_strategy(ranks, strategy, query, key, pattern, asked, is_one_sequence=is_one_sequence)
     numbers = ranks.agree(
         {

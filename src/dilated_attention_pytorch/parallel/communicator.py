@@ -307,7 +307,7 @@ def communicator_of(mesh: DeviceMesh, dim: int = 0) -> Communicator:
     return communicators[name]
 
 
-def whole_world(device_type: str) -> DeviceMesh | None:
+def world_mesh(device_type: str) -> DeviceMesh | None:
     """A 1-D mesh of all ranks of the process group; None in a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None

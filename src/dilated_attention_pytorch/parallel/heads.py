@@ -28,11 +28,11 @@ class Route:
     num_heads: int
     tag: int
 
-    def whole(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows on all ranks."""
         return sum(count for row_ranges in self.row_ranges for _, _, count in row_ranges)
 
-    def held(self, rank: int) -> int:
+    def num_rows_of(self, rank: int) -> int:
         """Number of rows on one rank."""
         return sum(count for _, _, count in self.row_ranges[rank])
 
@@ -84,12 +84,12 @@ def to_heads(tensor: Tensor, route: Route) -> Tensor:
         if peer != communicator.rank
     }
     receives = {
-        peer: tensor.new_empty(tensor.shape[0], route.held(peer), len(mine), *tensor.shape[3:])
+        peer: tensor.new_empty(tensor.shape[0], route.num_rows_of(peer), len(mine), *tensor.shape[3:])
         for peer in range(communicator.size)
         if peer != communicator.rank
     }
     pending = communicator.exchange(_not_empty(sends), _not_empty(receives), route.tag, "exchanging rows for heads")
-    full = tensor.new_empty(tensor.shape[0], route.whole(), len(mine), *tensor.shape[3:])
+    full = tensor.new_empty(tensor.shape[0], route.num_rows(), len(mine), *tensor.shape[3:])
     _put_rows(_heads(tensor, mine), route.row_ranges[communicator.rank], full)
     pending.wait()
     for peer, rows in receives.items():
@@ -100,7 +100,7 @@ def to_heads(tensor: Tensor, route: Route) -> Tensor:
 def to_rows(tensor: Tensor, route: Route) -> Tensor:
     """Send every rank its rows of this rank's heads; returns this rank's rows of all heads, copies summed."""
     communicator = route.communicator
-    held = route.held(communicator.rank)
+    held = route.num_rows_of(communicator.rank)
     sends = {
         peer: _rows(tensor, route.row_ranges[peer]) for peer in range(communicator.size) if peer != communicator.rank
     }

@@ -17,7 +17,7 @@ from dilated_attention_pytorch.plan.layout import Layout
 
 from .agreement import check_strategy
 from .attend import attend
-from .communicator import whole_world
+from .communicator import world_mesh
 from .sharding import check_layout
 
 # Keywords that an __init__ below does not name are passed on to that of DilatedAttention, which rejects unknown ones.
@@ -69,7 +69,7 @@ class ParallelDilatedAttention(DilatedAttention):
 
     def _mesh_for(self, device_type: str) -> DeviceMesh | None:
         """The ranks that share the sequence of a call on such devices; None in a single process."""
-        return whole_world(device_type) if self.mesh is None else self.mesh
+        return world_mesh(device_type) if self.mesh is None else self.mesh
 
     def _function_for(self, query: Tensor, heads_first: bool | None) -> Callable[..., Tensor]:
         """See :func:`attend`: query, key, value and the result are this rank's rows."""

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.selection import (
     SegmentSelectionConfig,
 )
 
-from .communicator import communicator_of, whole_world
+from .communicator import communicator_of, world_mesh
 from .failure import RankFailure, disagreement
 
 
@@ -53,7 +53,7 @@ def agreed_selector(
     """
     own = DynamicSegmentSelector(config, hardware=hardware, profile=profile)
     device_type = _kind(hardware, mesh)
-    mesh = whole_world(device_type) if mesh is None else mesh
+    mesh = world_mesh(device_type) if mesh is None else mesh
     if mesh is None:
         return own
     record, rates = own.machine(torch.device(device_type))

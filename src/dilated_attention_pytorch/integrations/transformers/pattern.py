@@ -47,7 +47,7 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
 
     config = text_config(model.config)
     configs = [config, *_copies(model, config)]
-    look_through(model, configs, is_whole=True)
+    look_through(model, configs, is_all_attention=True)
     entry = check_pattern(pattern, config)
     register()
     for module in model.modules():
