@@ -97,7 +97,7 @@ def test_a_rank_whose_beat_stops_is_named_by_all_others(store: dist.TCPStore) ->
     """Although its main thread waits in no exchange, and nobody waits for it. One that leaves is not missed."""
     monitors = [join(store, rank, timeout=3.0) for rank in RANKS]
     for monitor in monitors:
-        monitor.has_met(RANKS)
+        monitor.expect(RANKS)
     monitors[2].stop()
     goes_on = threading.Event()
     poll = monitors[1]._poll

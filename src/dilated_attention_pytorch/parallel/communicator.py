@@ -117,7 +117,7 @@ class Communicator:
         doing = "comparing the call with the other ranks"
         headers = self._gather(header, range(self.size), _AGREEMENT_TAG, doing, self._exchange).tolist()
         if not self._agreed:
-            self._rank_group.has_met()
+            self._rank_group.expect()
         if any(other != headers[0] for other in headers):
             calls = self.all_gather_json(said, tag=_AGREEMENT_TAG + 1)
             raise RankFailure(disagreement([number for number, _ in headers], calls, self.ranks))
@@ -364,7 +364,7 @@ def naming_ranks(doing: str) -> Iterator[None]:
         as_long_as_all(group)
     monitor.wait_at_most(timeout_of(dist.group.WORLD).total_seconds())
     rank_group = RankGroup(monitor, f"all, {doing}", ranks)
-    rank_group.has_met()
+    rank_group.expect()
     try:
         yield
     except RankFailure:

@@ -50,9 +50,9 @@ class RankGroup:
         self._call, self._number = call, number
         self._monitor.reason = ""
 
-    def has_met(self) -> None:
+    def expect(self) -> None:
         """Record that all ranks of the group took part in a call."""
-        self._monitor.has_met(self._ranks)
+        self._monitor.expect(self._ranks)
 
     def refuse(self, error: Exception) -> None:
         """Publish that this rank raises an error of its own, so that the others do not wait until their timeout."""

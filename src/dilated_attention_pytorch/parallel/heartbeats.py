@@ -29,7 +29,7 @@ class Heartbeats:
         for rank in ranks:
             self._last.setdefault(rank, None)
 
-    def has_met(self, ranks: Iterable[int]) -> None:
+    def expect(self, ranks: Iterable[int]) -> None:
         """Record that these ranks are alive, so their current states are not an earlier process's."""
         for rank in ranks:
             if rank in self._last:

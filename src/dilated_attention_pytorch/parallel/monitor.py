@@ -179,9 +179,9 @@ class Monitor:
 
         self._ask(show)
 
-    def has_met(self, ranks: Sequence[int]) -> None:
+    def expect(self, ranks: Sequence[int]) -> None:
         """Record that these processes took part in a call; their silence counts from now on."""
-        self._requests.put(lambda: self._heartbeats.has_met(ranks))
+        self._requests.put(lambda: self._heartbeats.expect(ranks))
 
     def states(self, ranks: Sequence[int]) -> dict[int, State] | None:
         """The latest states of those ``ranks`` that ever wrote one; None if the store does not respond."""
