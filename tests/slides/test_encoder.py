@@ -302,7 +302,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "size": (
         lambda w: {**w, LAYER + "ffn.fc1.weight": torch.zeros(52, 31)},
-        f"{LAYER}ffn.fc1.weight must be [52, 32] beside patch_embed.proj.weight [32, 19], got [52, 31]",
+        f"{LAYER}ffn.fc1.weight must be [52, 32] for patch_embed.proj.weight [32, 19], got [52, 31]",
     ),
     "not finite": (
         lambda w: {**w, "norm.bias": torch.full((32,), float("nan"))},
@@ -405,7 +405,7 @@ def test_a_wrong_call_says_what_was_expected(change: dict[str, Any], message: st
         ({"num_heads": 7}, "num_heads must divide embed_dim, got 7 heads and embed_dim 768"),
         ({"embed_dim": 18, "num_heads": 2}, "embed_dim must be a multiple of 4"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and"),
+        ({"dropout": 1.0}, "dropout must be a probability of at least 0 and"),
         ({"pooling": "max"}, "pooling must be"),
         ({"segment_lengths": (4, 8)}, "dilation_rates"),
     ],

@@ -15,8 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dilated_attention_pytorch.data_sheets import DataSheet
-from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models.tensor_file import first_line
+from dilated_attention_pytorch.errors import RunError, first_line
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
 from dilated_attention_pytorch.training.pretrained import num_kv_heads

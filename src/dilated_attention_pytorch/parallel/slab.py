@@ -213,11 +213,10 @@ class Slab:
 
         In the layout of :func:`pack` and in the accumulation dtype.
         """
-        batch, _, _, head_dim = self.key.shape
         blocks = seen_keys.seen.blocks
-        length = message_length(blocks, batch, head_dim, is_padded=False)
+        length = message_length(blocks, self.key, is_padded=False)
         message = torch.zeros(length, dtype=self.dtype, device=self.key.device)
-        self._add_gradients(seen_keys, state, grad_query, unpack(message, blocks, batch, head_dim, is_padded=False))
+        self._add_gradients(seen_keys, state, grad_query, unpack(message, blocks, self.key, is_padded=False))
         return message
 
     def add_own_gradients(self, state: Backward, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:

@@ -11,18 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.errors import first_line, shortened
 from dilated_attention_pytorch.installation import importing
-from dilated_attention_pytorch.models.tensor_file import (
-    FLOATS,
-    UnsafeFileError,
-    check_dense,
-    first_line,
-    load_tensors,
-    shortened,
-)
 
 from .encoder import SlideEncoder, SlideEncoderConfig
 from .grid import position_table
+from .tensor_file import FLOATS, UnsafeFileError, check_dense, load_tensors
 
 _TABLE = "pos_embed"
 _ANCHOR = "patch_embed.proj.weight"
@@ -75,11 +69,11 @@ def load_slide_encoder(
     for name, value in weights.items():
         _check_value(path, name, value)
     table = weights.pop(_TABLE, None)
-    found = _sizes(path, weights, table, config or SlideEncoderConfig())
-    _check_weights(path, weights, _expected(found))
-    encoder = SlideEncoder(found, dtype=dtype)
+    sizes = _sizes(path, weights, table, config or SlideEncoderConfig())
+    _check_weights(path, weights, _expected(sizes))
+    encoder = SlideEncoder(sizes, dtype=dtype)
     if table is not None:
-        _check_table(path, table, position_table(found.grid_size, found.embed_dim))
+        _check_table(path, table, position_table(sizes.grid_size, sizes.embed_dim))
     encoder.load_state_dict(weights)
     return encoder.eval()
 
@@ -191,7 +185,7 @@ def _check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[
         value = weights[name]
         if value.shape != shape:
             raise ValueError(
-                f"{path}: {name} must be {list(shape)} beside {_ANCHOR} {list(weights[_ANCHOR].shape)}, got "
+                f"{path}: {name} must be {list(shape)} for {_ANCHOR} {list(weights[_ANCHOR].shape)}, got "
                 f"{list(value.shape)}; the file is of another model, or damaged"
             )
         if not bool(value.isfinite().all()):

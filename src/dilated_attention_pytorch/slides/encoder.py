@@ -13,7 +13,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_size, documents_of
+from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_dropout, check_size, documents_of
 from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.patterns.dilated import Tail
 
@@ -103,8 +103,7 @@ class SlideEncoderConfig:
                 f"{self.embed_dim}"
             )
         for name in ("dropout", "drop_path"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
+            check_dropout(name, getattr(self, name))
         if self.pooling not in get_args(Pooling):
             raise ValueError(f'pooling must be "class" or "mean", got {self.pooling!r}')
         self.pattern  # noqa: B018 - raises if its numbers are invalid
@@ -214,8 +213,8 @@ class SlideEncoder(nn.Module):
         ends = tuple(end + slide for slide, end in enumerate(boundaries))
         return self._pooled(self.encoder(torch.cat([part for slide in slides for part in (token, slide)], 1), ends))
 
-    def _pooled(self, found: tuple[list[Tensor], Tensor]) -> SlideEmbeddings:
-        states, last = found
+    def _pooled(self, pooled: tuple[list[Tensor], Tensor]) -> SlideEmbeddings:
+        states, last = pooled
         return SlideEmbeddings(self.norm(last), self.norm(torch.stack(states, dim=1)))
 
     def _check_call(self, features: Tensor, coordinates: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
@@ -227,7 +226,7 @@ class SlideEncoder(nn.Module):
             )
         if list(coordinates.shape) != [*features.shape[:2], 2]:
             raise ValueError(
-                f"coordinates must be [slides, tiles, 2] = {[*features.shape[:2], 2]} beside features "
+                f"coordinates must be [slides, tiles, 2] = {[*features.shape[:2], 2]} for features "
                 f"{list(features.shape)}, got {list(coordinates.shape)}"
             )
         if cu_seqlens is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.ops.validation import check_size
+from dilated_attention_pytorch.tracing import require
 
 _BASE = 10000.0
 
@@ -35,11 +36,7 @@ def tile_grid(coordinates: Tensor, tile_size: int, grid_size: int) -> Tensor:
         raise TypeError(f"coordinates must be integers or floats in pixels, got {coordinates.dtype}")
     is_traced = torch.compiler.is_compiling()  # values are then checked when the graph runs
     if coordinates.is_floating_point():
-        finite = coordinates.isfinite().all()
-        if is_traced:
-            torch._assert_async(finite, "coordinates must be finite, got NaN or infinity")
-        elif not bool(finite):
-            raise ValueError("coordinates must be finite, got NaN or infinity")
+        require(coordinates.isfinite().all(), ValueError, "coordinates must be finite, got NaN or infinity")
     # Low-precision floats cannot represent pixel coordinates exactly.
     wide = coordinates.double() if coordinates.is_floating_point() else coordinates.long()
     grid = torch.div(wide, tile_size, rounding_mode="floor").long()

@@ -59,10 +59,10 @@ def measure_limits(
     call(_FEW)  # one-time allocations, such as compiled kernels
     peaks = []
     for tiles in (_FEW, _MANY):
-        found = peak_memory(lambda tiles=tiles: call(tiles), device)  # type: ignore[misc]
-        if found is None:
+        measured = peak_memory(lambda tiles=tiles: call(tiles), device)  # type: ignore[misc]
+        if measured is None:
             return None
-        peaks.append(found[0])
+        peaks.append(measured[0])
     tile_bytes = max(1, (peaks[1] - peaks[0]) // (_MANY - _FEW), peaks[1] // _MANY)
     try:
         free = free_memory(device)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
-from dilated_attention_pytorch.models.blocks import Block
+from dilated_attention_pytorch.models.blocks import LongNetBlock
 
 
 def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
@@ -38,7 +38,7 @@ def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
             with torch.no_grad():
                 parameter.copy_(parameter[order])
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, LongNetBlock)
         for part in (block.attention, block.feed_forward):
             assert part.inner_layernorm is not None
             part.inner_layernorm = SplitLayerNorm.like(part.inner_layernorm)

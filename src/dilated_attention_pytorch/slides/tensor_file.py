@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.errors import first_line
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of features and weights."""
 _BROKEN = (
@@ -55,8 +57,10 @@ def load_tensors(path: Path) -> Any:
             named = str(error).partition("GLOBAL ")[2].partition(" ")[0]
             if named or zipfile.is_zipfile(path):
                 raise UnsafeFileError(f"an object {named}" if named else first_line(error)) from error
-        is_told = isinstance(error, OSError | RuntimeError)
-        raise ValueError(first_line(error) if is_told else "it is no file of torch.save, or a damaged one") from error
+        has_reason = isinstance(error, OSError | RuntimeError)
+        raise ValueError(
+            first_line(error) if has_reason else "it is not a file of torch.save, or it is damaged"
+        ) from error
 
 
 def _check_records(path: Path) -> None:
@@ -85,14 +89,3 @@ def check_dense(name: str, value: Tensor) -> None:
     else:
         return
     raise ValueError(f"{name} must be a dense tensor, got one that is {kind}")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error message, shortened to fit into a sentence."""
-    return shortened(str(error).strip().partition("\n")[0], 160) or type(error).__name__
-
-
-def shortened(text: str, length: int = 80) -> str:
-    """A text of a file, for a sentence: at most ``length`` characters, unprintable ones escaped."""
-    text = text if text.isprintable() else repr(text)[1:-1]
-    return text if len(text) <= length else f"{text[:length]}..."
