@@ -97,7 +97,7 @@ cluster: $(VENV)/dev.stamp  ## the files of examples/cluster, run as far as one 
 bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published route, under 5 minutes
 	$(BIN)/dilated-attention bench --preset cpu
 
-benchmark: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 3 hours on two cores; IF_STALE= measures all
+benchmark: $(VENV)/dev.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 2 hours on two cores; IF_STALE= measures all
 	rm -rf build/tune build/bench
 	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) selection build/tune/tune.json benchmarks/results/tuning.json $(BIN)/dilated-attention tune --output build/tune
 	$(BIN)/python -m benchmarks.selection $(IF_STALE)
@@ -113,23 +113,15 @@ benchmark: $(VENV)/dev.stamp $(VENV)/deepspeed.stamp  ## the figures of the READ
 	$(BIN)/python -m benchmarks.host $(IF_STALE)
 	$(BIN)/python -m benchmarks.recall $(IF_STALE) --seeds 0
 	$(BIN)/python -m benchmarks.parallel $(IF_STALE)
-	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only plan call rounds
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --lengths 20000 --only adopted "published, fused" --repeats 2 --output benchmarks/results/slide_encoder_native.json
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --impl aten --most-dense 5000
 	$(BIN)/python -m benchmarks.slides $(IF_STALE) --slides 40
-	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04
-	$(BIN)/python -m benchmarks.cpu_kernels $(IF_STALE) --seconds 0.04 --avx2
-	$(BIN)/python -m benchmarks.training_step $(IF_STALE)
 	$(BIN)/python -m benchmarks.training_memory $(IF_STALE)
-	$(BIN)/python -m benchmarks.sharded_states $(IF_STALE)
-	$(BIN)/python -m benchmarks.checkpoints $(IF_STALE)
 	$(BIN)/python -m benchmarks.transformers_memory $(IF_STALE) --most-dense 16384
 	$(BIN)/python -m benchmarks.tables
 
-benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: claims, the planner's drawn cases, slow networks (as root), training for long contexts: hours
-	$(BIN)/python -m benchmarks.claims $(IF_STALE)
+benchmark-long: $(VENV)/dev.stamp  ## what benchmark leaves out: random steps, planned and measured; training for long contexts: hours
 	$(BIN)/python -m benchmarks.planner $(IF_STALE)
-	$(BIN)/python -m benchmarks.scale $(IF_STALE) --only links
 	$(BIN)/python -m benchmarks.long_context $(IF_STALE)
 
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: is it right, how fast, within its memory; again goes on; DRY=1 tries it on a CPU

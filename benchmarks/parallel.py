@@ -1,8 +1,9 @@
-"""One sequence over several ranks: bytes that they send, their memory, and their balance.
+"""One sequence over several ranks: bytes that they send, their memory, their balance, and plans of a billion tokens.
 
-    python -m benchmarks.parallel [--only traffic memory balance]
+    python -m benchmarks.parallel [--only traffic memory balance billion]
 
-Bytes are planned. Memory and processor time are measured on processes of this machine that communicate over gloo.
+Bytes and a billion tokens are planned. Memory and processor time are measured on processes of this machine that
+communicate over gloo.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
 from dilated_attention_pytorch.estimate.parallel import ParallelPlan
 from dilated_attention_pytorch.memory import begin_peak, resident
+from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from dilated_attention_pytorch.plan.layout import Layout
 
 from .ranks import on_ranks
@@ -31,15 +33,16 @@ PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
 HEADS, HEAD_DIM = 12, 64
 ROWS = 8192  # per rank
 MEMORY_HEADS = 8
+BILLION = 1 << 30
 Way = Literal["alone", "ring"]
-Section = Literal["traffic", "memory", "balance"]
+Section = Literal["traffic", "memory", "balance", "billion"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel(Study):
     """Settings."""
 
-    only: tuple[Section, ...] = ("traffic", "memory", "balance")
+    only: tuple[Section, ...] = ("traffic", "memory", "balance", "billion")
     """What to measure."""
     rows: int = 65536
     """Rows of the sequence whose memory is measured."""
@@ -51,6 +54,8 @@ class Parallel(Study):
     """Numbers of ranks whose balance is planned; that of the first is measured."""
     balanced_rows: int = ROWS
     """Rows per rank whose processor time is measured."""
+    billion_ranks: tuple[int, ...] = (64, 256, 1024, 4096, 8192)
+    """Numbers of ranks that share 2^30 tokens in a plan."""
 
 
 def paper_up_to(rows: int) -> DilatedPattern:
@@ -195,9 +200,36 @@ def balance(given: Parallel) -> dict[str, Any]:
     return {"planned": planned, "measured": measured}
 
 
+def billion(given: Parallel) -> dict[str, Any]:
+    """Plans of a causal layer on 2^30 tokens with contiguous rows, at the default rates of a machine."""
+    machine, lines = parallel.Machine(), []
+    backward = 1 + BACKWARD_PRODUCTS / FORWARD_PRODUCTS
+    for ranks in given.billion_ranks:
+        shape = (1, BILLION, HEADS, HEAD_DIM)
+        found = parallel.plan_parallel(paper_up_to(BILLION), shape, ranks, is_causal=True, machine=machine).estimates
+        estimates = [
+            {
+                "strategy": e.strategy,
+                "forward_bytes": max(e.forward_bytes),
+                "backward_bytes": max(e.backward_bytes),
+                "link_bytes": e.link_bytes,
+                "messages": e.messages,
+                "backward_messages": e.backward_messages,
+                "seconds": e.seconds,
+                "compute_seconds": backward * max(e.flops) / machine.flops_per_second,
+                "imbalance": e.imbalance,
+            }
+            for e in found
+            if e.layout == "contiguous"
+        ]
+        lines.append({"ranks": ranks, "estimates": estimates})
+        print(lines[-1], flush=True)
+    return {"tokens": BILLION, "assumed": asdict(machine), "lines": lines}
+
+
 def measure(given: Parallel) -> dict[str, Any]:
     """The chosen sections."""
-    sections = {"traffic": traffic, "memory": memory, "balance": balance}
+    sections = {"traffic": traffic, "memory": memory, "balance": balance, "billion": billion}
     return {name: sections[name](given) for name in given.only}
 
 
@@ -208,5 +240,6 @@ if __name__ == "__main__":
         "planned_ranks": (2, 4),
         "balanced_ranks": (2,),
         "balanced_rows": 128,
+        "billion_ranks": (64,),
     }
     run(Parallel, measure, text=__doc__, name="parallel", group="parallel", tiny=tiny)

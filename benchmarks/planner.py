@@ -1,277 +1,148 @@
-"""Memory and seconds of randomly drawn training steps, and memory of generations: planned first, then measured.
+"""Random training steps of one process, planned and then measured: peak memory and seconds.
 
-    python -m benchmarks.planner [--tiny] [--cases N] [--decoding N] [--again | --replan] [--output FILE]
+    python -m benchmarks.planner [--cases N]
 
-A case is a LongNet, an optimizer, a precision, recomputation or not, and one process, or two to four that share rows of
-text, weights or sequences. The peak memory of a process is planned (`estimate.plan_run`). Then a separate program
-takes three steps and reads its peak memory from Linux, above the level after two steps of the model's first layer
-alone, which load the libraries and compile their products. glibc is set to return large blocks when they are freed,
-which takes time: seconds are therefore measured by a second program without that. They are compared with the prediction
-from measurements of this machine (`estimate.measure_here`), taken by a separate program just before.
-
-Bytes sent by the processes are counted in the first step, as the sum over rows and operands of collectives, and
-compared with the planned bytes.
-
-A decoding case is a LongNet, a pattern of groups or of windows, a prompt, a chunk size and new tokens. Bytes of the
-cache and peak memory are planned by `estimate.generation_footprint` and measured in a program in which glibc writes
-into all memory that it allocates, because a cache has slots that nothing has been written into yet.
-
-The same command continues after the cases in the file, each of which names its machine; --again starts from scratch.
---replan plans the measured cases of the file once more, with the measurements of their machine that the file contains,
-and measures nothing.
+A case is a LongNet, an optimizer, a precision, and recomputation or not. `estimate.plan_run` plans its peak memory, and
+its seconds from measurements of this machine (`estimate.measure_here`). Then a new process takes three steps and reads
+its peak memory from Linux, above the level after two steps of a model with one layer, which load the libraries and
+compile their products. In that process glibc returns large blocks when they are freed, which takes time: another
+process without this measures the seconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import subprocess
-import sys
+import random
+import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.data_sheets import DataSheet
-from dilated_attention_pytorch.estimate import Device, Generation, Here, generation_footprint, plan_run
-from dilated_attention_pytorch.estimate.exchange import exchanges
-from dilated_attention_pytorch.estimate.generation import cache_bytes
-from dilated_attention_pytorch.estimate.measure import StepPoint
-from dilated_attention_pytorch.training import TrainSettings
+import torch
 
-from .measured_code import is_stale
-from .options import parse, parser_of, write_results
-from .planner_cases import draw, draw_decoding, machine
+from dilated_attention_pytorch.estimate import Device, measure_here, plan_run
+from dilated_attention_pytorch.estimate.memory import footprint
+from dilated_attention_pytorch.memory import begin_peak, resident
+from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
+from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training.autocast import autocast
+from dilated_attention_pytorch.training.optimizer import build_optimizer
 
-WITHIN = 0.05
-WITHIN_SECONDS = 0.2
-PERCENTILES = (0, 10, 50, 90, 100)
-PLAIN = {"OMP_NUM_THREADS": "1"}
-BOUNDED = PLAIN | {
+from .study import Study, in_new_process, run
+
+LEAST_BYTES, MOST_BYTES = 80e6, 700e6
+"""Bounds of the planned memory of a case: below them the memory of libraries would matter."""
+STEPS = 3
+RETURNED = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "MALLOC_TOP_PAD_": "0",
 }
-FILLED = BOUNDED | {"MALLOC_PERTURB_": "1"}
-"""Environments of the programs that measure seconds, memory, and memory including allocated but unused memory: glibc
-writes into all memory that it allocates, so that empty slots of a cache are resident."""
+"""With these variables glibc returns freed blocks at once."""
 
 
-def measured(
-    told: dict[str, Any], processes: int, environment: dict[str, str], number: int, folder: Path | None = None
-) -> list[dict[str, Any]]:
-    """Results that a program of ``processes`` processes prints for a case; with a folder, it stores measurements there.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planner(Study):
+    """Settings."""
 
-    Raises:
-        SystemExit: the program fails.
-    """
-    given = [told, processes] if folder is None else [told, processes, str(folder)]
-    words = ["-m", "benchmarks.planner_cases", json.dumps(given, default=str)]
-    is_launched = folder is None and processes > 1
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    program = subprocess.run(
-        [sys.executable, *(launch if is_launched else []), *words],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in program.stdout.splitlines() if line.startswith("measured ")]
-    if program.returncode or not lines:
-        raise SystemExit(f"case {number} failed: {program.stderr[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("measured "))
-    return found
+    cases: int = 25
+    """Number of random cases."""
 
 
-def here_of(told: dict[str, Any]) -> Here:
-    """The machine's measurements stored with a case."""
-    return Here(
-        **told
-        | {
-            "sheet": DataSheet(**told["sheet"]),
-            "points": tuple(StepPoint(*point) for point in told["points"]),
-            "attention": tuple(map(tuple, told["attention"])),
-            "attention_forward": tuple(map(tuple, told["attention_forward"])),
-            "exchange": tuple(told["exchange"]),
-        }
-    )
+def draw(number: int) -> TrainSettings:
+    """Settings of a case, determined by its number."""
+    attempt = 0
+    while True:
+        choose = random.Random(f"planner {number} {attempt}")
+        heads = choose.choice([2, 4])
+        model = LongNetConfig(
+            vocab_size=choose.choice([256, 4099, 16381]),
+            embed_dim=heads * choose.choice([32, 64]),
+            num_layers=choose.randint(2, 8),
+            num_heads=heads,
+            num_kv_heads=choose.choice([heads, heads // 2]),
+            activation=choose.choice(["swiglu", "gelu"]),
+            segment_lengths=(512, 4096),
+            dilation_rates=(1, 4),
+            gradient_checkpointing=choose.random() < 0.5,
+        )
+        settings = dataclasses.replace(
+            PRESETS["tiny"](),
+            model=model,
+            tokenizer=Path("tokens"),
+            context_length=choose.randint(1000, 12000),
+            batch_size=choose.choice([1, 2]),
+            precision=choose.choice(["float32", "bfloat16"]),
+            optimizer=choose.choice(["adamw", "muon", "adamw-bf16"]),
+        )
+        if LEAST_BYTES < footprint(settings, 1).total < MOST_BYTES:
+            return settings
+        attempt += 1
 
 
-_SENT_NAMES = {"rows": "rows", "weights and gradients": "collectives"}
-"""Kinds of traffic, by the planner's names, with the names in :mod:`.sent_bytes`."""
-
-
-def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here) -> dict[str, Any]:
-    """A measured case with its plan added."""
-    processes = case["processes"]
-    plan = plan_run(settings, processes, Device(sheet=here.sheet, here=here))
-    planned, seconds = plan.footprint, plan.seconds
-    return case | {
-        "planned_bytes": planned.total,
-        "planned": dataclasses.asdict(planned),
-        "ratio": planned.total / case["measured_bytes"],
-        "planned_sent_bytes": {
-            _SENT_NAMES[one.name]: one.bytes for one in exchanges(settings, processes) if one.name in _SENT_NAMES
-        },
-        "here": dataclasses.asdict(here),
-        "planned_seconds": dataclasses.asdict(seconds),
-        "seconds_ratio": seconds.total / case["seconds"],
-    }
-
-
-def shrunk(settings: TrainSettings) -> TrainSettings:
-    """A case of seconds, for ``--tiny``."""
-    model = dataclasses.replace(settings.model, num_layers=2, vocab_size=256)
-    return dataclasses.replace(settings, model=model, context_length=256)
-
-
-def run(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
-    """Plan and measure a training case; measurements of this machine are kept in ``folder``."""
-    settings, processes = draw(number)
-    settings = shrunk(settings) if is_tiny else settings
-    told = settings.to_dict() | {"data": []}
-    measured(told, processes, PLAIN, number, folder)
-    here = machine(settings, processes, folder, is_kept=True)
-    memory, times = (measured(told, processes, environment, number) for environment in (BOUNDED, PLAIN))
-    case = {
-        "case": number,
-        "machine": origin(module_command()),
-        "processes": processes,
-        "settings": told | {"tokenizer": None},
-        "measured_bytes": max(one["peak_bytes"] for one in memory),
-        "seconds": max(one["seconds"] for one in times),
-        "sent_bytes": {name: max(one[f"{name}_sent"] for one in memory) for name in ("rows", "collectives")},
-    }
-    return planned_case(case, settings, here)
-
-
-def replanned(kept: dict[str, Any]) -> dict[str, Any]:
-    """The file's contents with every case planned again, without measuring."""
-    cases = [planned_case(case, settings_of(case), here_of(case["here"])) for case in kept["cases"]]
-    decoding = [
-        planned_decoding(case, settings_of(case), Generation(**case["generation"])) for case in kept["decoding"]
-    ]
-    return kept | {"cases": cases, "decoding": decoding}
-
-
-def settings_of(case: dict[str, Any]) -> TrainSettings:
-    """The settings of a case in the file."""
-    return TrainSettings.from_dict(case["settings"] | {"tokenizer": "tokens"})
-
-
-def planned_decoding(case: dict[str, Any], settings: TrainSettings, generation: Generation) -> dict[str, Any]:
-    """A measured decoding case with its plan added."""
-    planned = generation_footprint(settings, generation)
-    return case | {
-        "planned_bytes": planned.total,
-        "planned": dataclasses.asdict(planned),
-        "ratio": planned.total / case["measured_bytes"],
-        "planned_cache_bytes": cache_bytes(settings, generation),
-    }
-
-
-def run_decoding(number: int, *, is_tiny: bool) -> dict[str, Any]:
-    """Plan and measure a decoding case."""
-    settings, generation = draw_decoding(number)
-    if is_tiny:
-        settings, generation = shrunk(settings), Generation(prompt=300, new_tokens=4, chunk_size=128)
-    told = settings.to_dict() | {"data": [], "generation": dataclasses.asdict(generation)}
-    (memory,) = measured(told, 1, FILLED, number)
-    case = {
-        "case": number,
-        "machine": origin(module_command()),
-        "settings": settings.to_dict() | {"data": [], "tokenizer": None},
-        "generation": dataclasses.asdict(generation),
-        "measured_bytes": memory["peak_bytes"],
-        "cache_bytes": memory["cache_bytes"],
-    }
-    return planned_decoding(case, settings, generation)
-
-
-def summary(ratios: list[float], within: float) -> dict[str, float]:
-    """Distribution of ratios of planned to measured values."""
-    ordered = sorted(ratios)
-    places = {f"percentile {percent}": ordered[round(percent / 100 * (len(ordered) - 1))] for percent in PERCENTILES}
-    return {
-        "cases": len(ordered),
-        f"within {within:.0%}": sum(abs(ratio - 1) <= within for ratio in ordered),
-        f"planned too low by more than {within:.0%}": sum(ratio < 1 - within for ratio in ordered),
-        **places,
-    }
-
-
-def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Summaries of the ratios of memory and seconds, for the kinds that have cases."""
-    cases, decoding = kept["cases"], kept["decoding"]
-    found = {
-        "memory of steps": ([case["ratio"] for case in cases], WITHIN),
-        "seconds of steps": ([case["seconds_ratio"] for case in cases], WITHIN_SECONDS),
-        "memory of decoding": ([case["ratio"] for case in decoding], WITHIN),
-        "bytes of the cache": ([case["planned_cache_bytes"] / case["cache_bytes"] for case in decoding], 0.0),
-    }
-    exchanging = [case for case in cases if case["processes"] > 1]
-    for name in ("rows", "collectives"):
-        both = [(case["planned_sent_bytes"].get(name, 0), case["sent_bytes"][name]) for case in exchanging]
-        found[f"bytes sent: {name}"] = ([planned / sent for planned, sent in both if sent], 0.0)
-    return {name: summary(ratios, within) for name, (ratios, within) in found.items() if ratios}
-
-
-def main() -> None:
-    """Print one line per case; write all cases with the machine and the command."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--decoding", type=int, default=50)
-    parser.add_argument("--again", action="store_true", help="leave what is in the file, and begin anew")
-    parser.add_argument("--replan", action="store_true", help="plan the cases of the file anew, and measure nothing")
-    arguments = parse(parser, "planner.json")
-    import torch
-
+def take_steps(settings: TrainSettings) -> tuple[int, float]:
+    """Peak bytes of the steps above the level before them, and the median seconds of all but the first."""
     torch.set_num_threads(1)
-    kept: dict[str, Any] = {"machine": origin(module_command()), "cases": [], "decoding": []}
-    if arguments.output.exists() and not arguments.again:
-        earlier = json.loads(arguments.output.read_text())
-        # Cases of other code are measured again.
-        kept |= earlier if arguments.replan or not is_stale(earlier) else {}
-    if arguments.replan:
-        kept = replanned(kept)
-        write_json(arguments.output, kept | {"summary": summaries(kept)})
-        say(kept, arguments.output)
-        return
+
+    def steps(given: TrainSettings, count: int) -> list[float]:
+        model, seconds = LongNetForCausalLM.from_longnet_config(given.model).train(), []
+        optimizer = build_optimizer(model, given)
+        ids = torch.zeros(given.batch_size, given.context_length, dtype=torch.int64)
+        for _ in range(count):
+            start = time.perf_counter()
+            with autocast(given.precision, "cpu"):
+                loss = model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), skip_logits=True).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), given.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    # One layer with the rows of the case: oneDNN compiles low-precision products for their shapes and keeps the code.
+    steps(dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_layers=1)), 2)
+    if not begin_peak():
+        raise SystemExit("memory is read from Linux's /proc, which is not here")
+    before = resident("VmRSS")
+    seconds = steps(settings, STEPS)
+    return resident("VmHWM") - before, statistics.median(seconds[1:])
+
+
+def compared(settings: TrainSettings, folder: Path) -> dict[str, Any]:
+    """Planned and measured values of a case; the measurements of this machine are kept in ``folder``."""
+    here = measure_here(settings, 1, "cpu", is_quiet=True, folder=folder)
+    plan = plan_run(settings, 1, Device(sheet=here.sheet, here=here))
+    with mock.patch.dict(os.environ, RETURNED):
+        measured_bytes, _ = in_new_process(take_steps, settings)
+    _, seconds = in_new_process(take_steps, settings)
+    return {
+        "settings": settings.to_dict() | {"data": [], "tokenizer": None},
+        "planned_bytes": plan.footprint.total,
+        "measured_bytes": measured_bytes,
+        "planned_seconds": plan.seconds.total,
+        "seconds": seconds,
+    }
+
+
+def measure(given: Planner) -> dict[str, Any]:
+    """Every case."""
+    torch.set_num_threads(1)
+    cases = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(1 if arguments.tiny else arguments.cases):
-            if number not in {one["case"] for one in kept["cases"]}:
-                case = run(number, Path(folder), is_tiny=arguments.tiny)
-                kept["cases"].append(case)
-                told = case["settings"]
-                print(
-                    f"case {number:3}: {case['processes']} x {told['optimizer']:10} {told['precision']:8} planned "
-                    f"{case['planned_bytes'] / 1e6:6.1f} MB, measured {case['measured_bytes'] / 1e6:6.1f} MB, ratio "
-                    f"{case['ratio']:.3f}; of seconds {case['seconds_ratio']:.2f}",
-                    flush=True,
-                )
-                write_results(arguments.output, "planner", kept | {"summary": summaries(kept)})
-        for number in range(1 if arguments.tiny else arguments.decoding):
-            if number not in {one["case"] for one in kept["decoding"]}:
-                case = run_decoding(number, is_tiny=arguments.tiny)
-                kept["decoding"].append(case)
-                print(
-                    f"decoding {number:3}: planned {case['planned_bytes'] / 1e6:6.1f} MB, measured "
-                    f"{case['measured_bytes'] / 1e6:6.1f} MB, ratio {case['ratio']:.3f}; cache "
-                    f"{'the same' if case['planned_cache_bytes'] == case['cache_bytes'] else 'OTHER BYTES'}",
-                    flush=True,
-                )
-                write_results(arguments.output, "planner", kept | {"summary": summaries(kept)})
-    say(kept, arguments.output)
-
-
-def say(kept: dict[str, Any], file: Path) -> None:
-    """Print the summaries."""
-    for name, values in summaries(kept).items():
-        print(f"{name}: " + ", ".join(f"{word} {value:.4g}" for word, value in values.items()))
-    print(f"written: {file}")
+        for number in range(given.cases):
+            settings = draw(number)
+            if given.tiny:
+                model = dataclasses.replace(settings.model, num_layers=2, vocab_size=256)
+                settings = dataclasses.replace(settings, model=model, context_length=256)
+            cases.append(compared(settings, Path(folder)))
+            print(cases[-1], flush=True)
+    return {"cases": cases}
 
 
 if __name__ == "__main__":
-    main()
+    run(Planner, measure, text=__doc__, name="planner", group="planner", tiny={"cases": 1})

@@ -52,8 +52,7 @@ def scale_plan(values: Values) -> str:
     """Plans of one layer on a billion tokens with contiguous rows, by ranks and strategy."""
     rows = []
     for line in values["lines"]:
-        contiguous = [one for one in line["estimates"] if one["layout"] == "contiguous"]
-        for one in sorted(contiguous, key=lambda one: one["strategy"], reverse=True):
+        for one in sorted(line["estimates"], key=lambda one: one["strategy"], reverse=True):
             sizes = (f"{one[name] / 1e6:.1f} MB" for name in ("forward_bytes", "backward_bytes", "link_bytes"))
             messages = f"{one['messages']:,}, {one['backward_messages']:,}"
             seconds = (f"{1e3 * one[name]:.1f} ms" for name in ("compute_seconds", "seconds"))
@@ -61,49 +60,6 @@ def scale_plan(values: Values) -> str:
     of_bytes = ("forward", "backward", "one link")
     head = ("ranks", "strategy", *of_bytes, "messages forward, backward", "imbalance", "computation", "both passes")
     return markdown(head, rows)
-
-
-def scale_planning(values: Values) -> str:
-    """What planning for many ranks takes."""
-    rows = []
-    for one in values["lines"]:
-        seconds = (f"{one[name]:.2f} s" for name in ("processor_seconds", "seconds"))
-        peaks = (one["peak_bytes"] - one["peak_bytes_before"], one["peak_bytes"])
-        rows.append((f"{one['ranks']:,}", *seconds, *(f"{peak / 1e6:.0f} MB" for peak in peaks)))
-    return markdown(("ranks", "processor time", "seconds", "memory beyond the imports", "peak memory"), rows)
-
-
-def scale_calls(values: Values) -> str:
-    """What a rank's plan of its own call takes."""
-    rows = []
-    for one in values["lines"]:
-        cells = (
-            f"{1e3 * one['first']:.2f} ms",
-            f"{1e3 * one['again']:.3f} ms",
-            f"{1e3 * one['new_boundaries']:.2f} ms",
-        )
-        rows.append((one["pattern"], f"{one['ranks']:,}", str(one["most_steps"]), *cells))
-    return markdown(("pattern", "ranks", "steps", "first", "again", "new boundaries"), rows)
-
-
-def scale_rounds(values: Values) -> str:
-    """Processor time of all-gathers by rounds and directly."""
-    rows = []
-    for one in values["lines"]:
-        rounds, direct = one["messages"]
-        cells = (f"{1e3 * one[f'{way}_processor_seconds']:.2f} ms" for way in ("passed_on", "at_once"))
-        rows.append((str(one["ranks"]), f"{one['bytes']:,}", f"{rounds}, {direct}", *cells))
-    return markdown(("ranks", "bytes", "messages forwarded, direct", "forwarded", "direct"), rows)
-
-
-def scale_links(values: Values) -> str:
-    """Planned and measured seconds of calls between ranks in network namespaces."""
-    rows = []
-    for one in values["lines"]:
-        seconds = (f"{one[name]:.2f} s" for name in ("compute", "predicted", "measured"))
-        error = f"{one['predicted'] / one['measured'] - 1:+.0%}".replace("%", " %")
-        rows.append((str(one["ranks"]), f"{one['megabits']} Mbit/s", one["strategy"], *seconds, error))
-    return markdown(("ranks", "link", "strategy", "computation", "planned", "measured", "error"), rows)
 
 
 if __name__ == "__main__":

@@ -121,15 +121,6 @@ def training_memory(values: Values) -> str:
     return markdown(("", "peak", "seconds of the first step"), rows)
 
 
-def sharded_states(values: Values) -> str:
-    """Bytes per weight that a process keeps, and the distance of its losses."""
-    rows = []
-    for one in values["results"]:
-        difference = "" if one["case"] == "one process" else f"{one['largest_difference']:.0e}"
-        rows.append((one["case"], f"{max(one['bytes_per_weight']):.1f}", difference))
-    return markdown(("", "bytes per weight in a process", "largest difference of a loss from one process, nats"), rows)
-
-
 def gpu(values: Values) -> str:
     """Milliseconds of each contestant on a GPU."""
     timed = [one for one in values["rows"] if one["status"] == "timed"]
@@ -178,13 +169,18 @@ def transformers_memory(values: Values) -> str:
     return markdown(("tokens", "call", *attentions), rows)
 
 
-def claims(values: Values) -> str:
-    """The earlier package's figures, and what the planner finds."""
-    rows = [
-        (name.replace("%", " %"), f"**{one['verdict']}**", one["ours"].replace("%", " %"), one["reason"])
-        for name, one in values["findings"].items()
-    ]
-    return markdown(("the document says", "verdict", "here", "why"), rows)
+def planner(values: Values) -> str:
+    """Planned over measured memory and seconds of training steps."""
+    rows = []
+    for name, planned, measured, within in (
+        ("peak memory of a step", "planned_bytes", "measured_bytes", 0.1),
+        ("seconds of a step", "planned_seconds", "seconds", 0.2),
+    ):
+        ratios = sorted(case[planned] / case[measured] for case in values["cases"])
+        near = sum(abs(ratio - 1) <= within for ratio in ratios)
+        figures = (ratios[0], statistics.median(ratios), ratios[-1])
+        rows.append((name, f"{near} of {len(ratios)} within {within:.0%}", *(f"{ratio:.2f}" for ratio in figures)))
+    return markdown(("planned / measured", "", "least", "median", "largest"), rows).replace("%", " %")
 
 
 TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
@@ -195,20 +191,15 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "blocks": ("blocks.json", blocks),
     "slide-encoder": ("slide_encoder.json", slide_encoder),
     "training-memory": ("training_memory.json", training_memory),
-    "sharded-states": ("sharded_states.json", sharded_states),
     "gpu": ("gpu/bench/bench.json", gpu),
     "host": ("host.json", host),
     "recall": ("recall.json", recall),
     "transformers-memory": ("transformers_memory.json", transformers_memory),
-    "claims": ("claims.json", claims),
     "parallel-bytes": ("parallel.json#traffic", rank_tables.parallel_bytes),
     "parallel-memory": ("parallel.json#memory", rank_tables.parallel_memory),
     "parallel-balance": ("parallel.json#balance", rank_tables.parallel_balance),
-    "scale-plan": ("scale.json#plan", rank_tables.scale_plan),
-    "scale-planning": ("scale.json#plan", rank_tables.scale_planning),
-    "scale-calls": ("scale.json#call", rank_tables.scale_calls),
-    "scale-rounds": ("scale.json#rounds", rank_tables.scale_rounds),
-    "scale-links": ("scale.json#links", rank_tables.scale_links),
+    "planner": ("planner.json", planner),
+    "scale-plan": ("parallel.json#billion", rank_tables.scale_plan),
 }
 """File of results, with its section, and what writes the table."""
 OLDER = "older-figures"

@@ -326,7 +326,7 @@ def test_the_commands_of_the_package_run(world: Path, tmp_path: Path) -> None:
     assert ran(shown, world, tmp_path) == []
 
 
-IN_EVERY_RUN = {f"benchmarks.{name}" for name in ("attention", "blocks", "checkpoints", "decoding", "slide_encoder")}
+IN_EVERY_RUN = {f"benchmarks.{name}" for name in ("attention", "blocks", "decoding", "slide_encoder")}
 """Those of the README's tables; the tiny forms of all of them take a quarter of an hour."""
 
 

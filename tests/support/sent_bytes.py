@@ -75,7 +75,3 @@ def count_sent_bytes() -> Iterator[SentBytes]:
     with parallel.count_traffic() as traffic, _Collectives(sent):
         yield sent
     sent.rows = traffic.sent
-
-
-if __name__ == "__main__":
-    raise SystemExit("a part of another benchmark: python -m benchmarks.planner --help")
