@@ -146,7 +146,6 @@ ROWS = [
     Row(r"python -m benchmarks\.measured_code .*", None, "the command in it has a row: tests/benchmarks run a small one"),
     Row(r"python -m benchmarks\.(gpu|architectures).*", help_of_benchmark, "minutes; tests run its steps"),
     Row(r"python -m benchmarks\.\w+.*", benchmark),
-    Row(r"python -m dilated_attention_pytorch\.benchmarks\.page .*", None, "reads a run of a GPU: tests/benchmarks have one"),
     Row(r"(PYTHONPATH=tests )?python -m (cli|training)\.\w+.*", None, "a part of it runs in the gate: it exists"),
     Row(r"python tests/.*\.py.*", None, "hours, or many processes; a part of it runs in the gate: it exists"),
     Row(r"python examples/\w+\.py.*", None, "run whole by tests/examples/test_examples.py"),
