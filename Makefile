@@ -98,8 +98,6 @@ bench: $(VENV)/dev.stamp  ## times beside dense, FlexAttention and the published
 	$(BIN)/dilated-attention bench --preset cpu
 
 benchmark: $(VENV)/dev.stamp  ## the figures of the README and the docs that are of other code, on this machine: up to 2 hours on two cores; IF_STALE= measures all
-	rm -rf build/tune
-	$(BIN)/python -m benchmarks.measured_code $(IF_STALE) selection build/tune/tune.json benchmarks/results/tuning.json $(BIN)/dilated-attention tune --output build/tune
 	$(BIN)/python -m benchmarks.selection $(IF_STALE)
 	$(BIN)/python -m benchmarks.attention $(IF_STALE) --output benchmarks/results/attention_cpu.json
 	$(BIN)/python -m benchmarks.attention $(IF_STALE) --rows 16384 --head-dims 48 96 128 --repeats 3 --output benchmarks/results/attention_head_dims.json

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.benchmarks.run import choose_device
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
 
 from .measured_code import read_all
-from .options import write_results
+from .study import write_results
 
 WHO = ("ours", "published")
 LEAVES_WHEN_REFUSED = 77

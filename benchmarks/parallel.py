@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -26,7 +31,6 @@ from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from dilated_attention_pytorch.plan.layout import Layout
 
-from .ranks import on_ranks
 from .study import Study, run
 
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
@@ -56,6 +60,27 @@ class Parallel(Study):
     """Rows per rank whose processor time is measured."""
     billion_ranks: tuple[int, ...] = (64, 256, 1024, 4096, 8192)
     """Numbers of ranks that share 2^30 tokens in a plan."""
+
+
+def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``function(*args)`` in ``world`` new processes; results by rank. An error in any of them is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_run, (world, folder, function, args), nprocs=world, start_method="spawn")
+        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(world)]
+
+
+def _result(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}"
+
+
+def _run(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    _result(folder, rank).write_bytes(pickle.dumps(function(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def paper_up_to(rows: int) -> DilatedPattern:

@@ -143,7 +143,6 @@ ROWS = [
     Row(r"torchrun .* train .*", plan_of_ranks, "planned for as many ranks; tests/training starts them"),
     Row(r"torchrun( --nnodes 1:2)?( --max-restarts( N)?)?", None, "a name in a sentence"),
     Row(r"torchrun .*examples/parallel_attention\.py", one_rank, "on one rank"),
-    Row(r"python -m benchmarks\.measured_code .*", None, "the command in it has a row: tests/benchmarks run a small one"),
     Row(r"python -m benchmarks\.(gpu|architectures).*", help_of_benchmark, "minutes; tests run its steps"),
     Row(r"python -m benchmarks\.\w+.*", benchmark),
     Row(r"(PYTHONPATH=tests )?python -m (cli|training)\.\w+.*", None, "a part of it runs in the gate: it exists"),
