@@ -2,8 +2,7 @@
 
     python -m benchmarks.parallel [--only traffic memory balance billion]
 
-Bytes and a billion tokens are planned. Memory and processor time are measured on processes of this machine that
-communicate over gloo.
+Memory is measured on processes of this machine that communicate over gloo; the rest is planned.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import pickle
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
 from dilated_attention_pytorch.estimate.parallel import ParallelPlan
@@ -55,9 +52,7 @@ class Parallel(Study):
     planned_ranks: tuple[int, ...] = tuple(2**power for power in range(1, 11))
     """Numbers of ranks whose bytes are planned."""
     balanced_ranks: tuple[int, ...] = (4, 8, 64)
-    """Numbers of ranks whose balance is planned; that of the first is measured."""
-    balanced_rows: int = ROWS
-    """Rows per rank whose processor time is measured."""
+    """Numbers of ranks whose balance is planned."""
     billion_ranks: tuple[int, ...] = (64, 256, 1024, 4096, 8192)
     """Numbers of ranks that share 2^30 tokens in a plan."""
 
@@ -123,14 +118,6 @@ def traffic(given: Parallel) -> dict[str, Any]:
     return {"planned": planned}
 
 
-def operands(rows: int, heads: int, mesh: DeviceMesh, layout: Layout) -> list[Tensor]:
-    """This rank's rows of query, key, value and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    whole = (torch.randn(1, rows, heads, HEAD_DIM, generator=generator) for _ in range(4))
-    *inputs, grad = (parallel.shard(x, mesh, layout=layout).clone() for x in whole)
-    return [*(x.requires_grad_() for x in inputs), grad]
-
-
 def peak(rows: int, way: Way, layout: Layout, is_causal: bool) -> int:
     """On every rank, in a fresh process: peak bytes of a call above the level after start-up and a small first call.
 
@@ -178,51 +165,14 @@ def memory(given: Parallel) -> dict[str, Any]:
     return {"heads": MEMORY_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "slopes": slopes, "points": points}
 
 
-def processor_seconds(layout: Layout, held: int) -> dict[str, float]:
-    """On every rank: processor seconds of its own share, causal, forward and backward, after a check."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = held * mesh.size()
-    pattern = paper_up_to(rows)
-    *inputs, grad = operands(rows, HEADS, mesh, layout)
-
-    def call() -> Tensor:
-        q, k, v = inputs
-        return parallel.attend(q, k, v, pattern, mesh=mesh, strategy="ring", layout=layout, is_causal=True)
-
-    with torch.no_grad():
-        q, k, v = (parallel.unshard(x, mesh, layout=layout) for x in inputs)
-        expected = parallel.shard(attend(q, k, v, pattern, is_causal=True), mesh, layout=layout)
-        error = float((call() - expected).abs().max())
-    if error > 1e-4:
-        raise SystemExit(f"not timed, because it is wrong by {error}")
-    times = []
-    for _ in range(3):
-        dist.barrier()
-        begin = time.process_time()
-        torch.autograd.grad(call(), inputs, grad)
-        times.append(time.process_time() - begin)
-    return {"seconds": min(times), "error": error}
-
-
 def balance(given: Parallel) -> dict[str, Any]:
-    """FLOPs of the busiest rank over the mean, planned; processor seconds of every rank, measured."""
+    """FLOPs of the busiest rank over the mean, planned."""
     planned: list[dict[str, Any]] = []
     for world in given.balanced_ranks:
         ring = {e.layout: e for e in plan(world, is_causal=True).estimates if e.strategy == "ring"}
         planned.append({"ranks": world, **{layout: {"imbalance": e.imbalance} for layout, e in ring.items()}})
         print(planned[-1], flush=True)
-    measured = {}
-    layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
-    for layout in layouts:
-        of_ranks = on_ranks(given.balanced_ranks[0], processor_seconds, layout, given.balanced_rows)
-        seconds = [one["seconds"] for one in of_ranks]
-        measured[layout] = {
-            "processor_seconds": seconds,
-            "imbalance": max(seconds) / statistics.mean(seconds),
-            "largest_error": max(one["error"] for one in of_ranks),
-        }
-        print(layout, measured[layout], flush=True)
-    return {"planned": planned, "measured": measured}
+    return {"planned": planned}
 
 
 def billion(given: Parallel) -> dict[str, Any]:
@@ -264,7 +214,6 @@ if __name__ == "__main__":
         "ranks": (1, 2),
         "planned_ranks": (2, 4),
         "balanced_ranks": (2,),
-        "balanced_rows": 128,
         "billion_ranks": (64,),
     }
     run(Parallel, measure, text=__doc__, name="parallel", group="parallel", tiny=tiny)

@@ -218,17 +218,11 @@ def parallel_memory(values: Values) -> str:
 
 
 def parallel_balance(values: Values) -> str:
-    """FLOPs of the busiest rank over the mean, and measured processor seconds."""
-    rows: list[tuple[str, ...]] = [
+    """FLOPs of the busiest rank over the mean."""
+    rows = [
         (f"{one['ranks']}", f"{one['zigzag']['imbalance']:.4f}", f"{one['contiguous']['imbalance']:.4f}")
         for one in values["planned"]
     ]
-    cells = []
-    for layout in ("zigzag", "contiguous"):
-        one = values["measured"][layout]
-        seconds = ", ".join(f"{found:.2f}" for found in one["processor_seconds"])
-        cells.append(f"{one['imbalance']:.3f} ({seconds})")
-    rows.append(("4, processor seconds measured, forward + backward", *cells))
     return markdown(("p", "zigzag", "contiguous"), rows)
 
 
