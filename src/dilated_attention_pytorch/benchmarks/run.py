@@ -208,6 +208,8 @@ def _time_cases(
 
 def _conclude(outcome: Outcome, console: Console) -> None:
     print_absences(outcome.rows, console)
+    if any(not row.is_hidden for row in outcome.rows):
+        console.print("! the device waited for the host in such a call: its time is not that of the kernels alone")
     if outcome.settings.dry_run:
         console.print("this was a dry run: everything works, and no number above means anything")
     if not outcome.is_complete:
