@@ -66,7 +66,7 @@ class WorkDone:
 def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of a square matrix product in ``dtype``: the fastest of a few, of sufficient duration.
 
-    Takes some tenths of a second. The benchmark's probe (``benchmarks.limits``) takes seconds and half a gigabyte.
+    Takes some tenths of a second.
     """
     generator = torch.Generator(device).manual_seed(0)
     rate = 0.0
