@@ -20,9 +20,9 @@ from support.error_budget import budget
 from support.oracle import Groups, Rule, dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
-# A test of 2,000 draws, in parts that run in parallel.
-PARTS, DRAWS = 8, 275
-BLOCK_DRAWS = 170  # in three parts
+# In parts that run in parallel.
+PARTS, DRAWS = 4, 100
+BLOCK_DRAWS = 60  # in three parts
 
 
 def results(out: Tensor, lse: Tensor, inputs: list[Tensor], grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
@@ -44,8 +44,7 @@ def oracle(call: DrawnCall, inputs: list[Tensor], grad_out: Tensor, grad_lse: Te
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("impl", ["aten"])
-def test_float64_equals_the_oracle_to_1e_10(part: int, impl: str, figure: Any) -> None:
+def test_float64_equals_the_oracle_to_1e_10(part: int, figure: Any) -> None:
     worst = dict.fromkeys(NAMES, 0.0)
     drawn = 0
 
@@ -61,7 +60,7 @@ def test_float64_equals_the_oracle_to_1e_10(part: int, impl: str, figure: Any) -
         weight = grad_lse if part & 1 else None
         inputs = [x.requires_grad_() for x in inputs]
         out, lse = attend_with_lse(
-            *inputs, call.pattern, is_causal=call.is_causal, scale=call.scale, impl=impl, **call.options
+            *inputs, call.pattern, is_causal=call.is_causal, scale=call.scale, impl="aten", **call.options
         )
         dead, *expected = oracle(call, inputs, grad_out, weight)
         assert torch.equal(lse == float("-inf"), dead)
@@ -132,7 +131,7 @@ def rotated(groups: Groups, by: int) -> Groups:
     return dataclasses.replace(groups, rates=tuple(r + by for r in groups.rates[by:] + groups.rates[:by]))
 
 
-@examples(100)
+@examples(60)
 @given(calls())
 def test_the_reference_equals_the_oracle(call: DrawnCall) -> None:
     *inputs, grad_out, grad_lse = call.tensors(torch.float64)
@@ -158,7 +157,7 @@ def test_low_precision_stays_within_the_error_budget(
     if kind == "block":  # low precision accumulates in tensors that begin where a tile does: many small ones
         monkeypatch.setattr(tiles, "tile_size", lambda rows, width, _: max(1, max(rows * width // 48, 64) // width))
 
-    @examples(150 if kind == "dilated" else 80)
+    @examples(60 if kind == "dilated" else 40)
     @given(calls() if kind == "dilated" else block_calls())
     def check(call: DrawnCall) -> None:
         call.summands = tuple(

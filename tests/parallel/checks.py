@@ -196,10 +196,12 @@ def what_is_not_finite_stays_with_what_sees_it(mesh: DeviceMesh) -> None:
                 torch.testing.assert_close(b[:, :50], a[:, :50])
 
 
-def triton_kernels_give_the_same(mesh: DeviceMesh) -> float:
-    """In Triton's interpreter: grouped heads, padding with NaN in it, both routes."""
+def triton_kernels_give_the_same(mesh: DeviceMesh) -> float | None:
+    """In Triton's interpreter, which is slow: on two ranks. Grouped heads, padding with NaN in it, both routes."""
+    if mesh.size() > 2:
+        return None
     pattern = DilatedPattern([8, 20], [1, 3])
-    clean = [x[:1] for x in operands(23, 4, 2, 16, torch.float32)]
+    clean = [x[:1] for x in operands(23, 2, 1, 16, torch.float32)]
     whole = [x.clone() for x in clean]
     mask = torch.arange(23)[None] % 7 == 3
     whole[1][mask], whole[2][mask] = math.nan, math.nan

@@ -92,16 +92,14 @@ def test_rows_keep_to_their_window_and_equal_rows_lie_side_by_side(rows: int) ->
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, compute: Any) -> int:
-    """How many kernels of Triton a computation launches."""
+    """How many kernels of Triton a computation launches; none of them is run."""
     from triton.runtime.interpreter import InterpretedFunction
 
     count = 0
-    run = InterpretedFunction.run
 
-    def counted(self: Any, *args: Any, **options: Any) -> Any:
+    def counted(self: Any, *args: Any, **options: Any) -> None:
         nonlocal count
         count += 1
-        return run(self, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", counted)
