@@ -59,7 +59,7 @@ MUTANTS = (
         "if True:\n                zero_pad",
         ORACLE,
     ),
-    Mutant("planning/plan.py", "(local + shift) % segment_length", "local % segment_length", ORACLE),
+    Mutant("planning/plan.py", "(local + shift) % segment_length", "local % segment_length", f"{ORACLE} -k shift"),
     Mutant("planning/plan.py", "replace(one, is_first=False)", "one", ORACLE),
     Mutant(
         "planning/pairs.py", "number * (number + 1) // 2", "number * (number - 1) // 2", "tests/planning/test_scale.py"
