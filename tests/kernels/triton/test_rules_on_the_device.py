@@ -101,7 +101,7 @@ def counts_of_documents(pattern: Pattern, boundaries: list[int]) -> torch.Tensor
 
 @pytest.mark.parametrize("step", [1, 13])
 def test_documents_of_few_rows_fit_the_table_of_runs(step: int) -> None:
-    rows = 32
+    rows = 16
     bounds = torch.tensor([*range(0, rows, step), rows], dtype=torch.int32, device=DEVICE)
     query = torch.zeros(1, rows, 1, 16, device=DEVICE)
     for pattern in (local_window(9, 9), random_blocks(0.5, block_size=2)):
