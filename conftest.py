@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -28,6 +29,14 @@ from dilated_attention_pytorch.kernels.compilation import BuildError, library_pa
 from dilated_attention_pytorch.selection import hardware
 
 _FIGURES = "figures.jsonl"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: no collection has to go through it
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

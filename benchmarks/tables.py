@@ -177,16 +177,16 @@ def transformers_memory(values: Values) -> str:
 
 def planner(values: Values) -> str:
     """Planned over measured memory and seconds of training steps and of decoding."""
+    ratios_of = {
+        ("peak memory of a step", 0.1): [case["ratio"] for case in values["cases"]],
+        ("seconds of a step", 0.2): [case["seconds_ratio"] for case in values["cases"]],
+        ("peak memory of decoding", 0.1): [case["ratio"] for case in values["decoding"]],
+        ("bytes of the cache", 0.0): [case["planned_cache_bytes"] / case["cache_bytes"] for case in values["decoding"]],
+    }
     rows = []
-    for name, cases, planned, measured, within in (
-        ("peak memory of a step", "cases", "planned_bytes", "measured_bytes", 0.1),
-        ("seconds of a step", "cases", "planned_seconds", "seconds", 0.2),
-        ("peak memory of decoding", "decoding", "planned_bytes", "measured_bytes", 0.1),
-        ("bytes of the cache", "decoding", "planned_cache_bytes", "cache_bytes", 0.0),
-    ):
-        ratios = sorted(case[planned] / case[measured] for case in values[cases])
+    for (name, within), ratios in ratios_of.items():
         near = sum(abs(ratio - 1) <= within for ratio in ratios)
-        figures = (ratios[0], statistics.median(ratios), ratios[-1])
+        figures = (min(ratios), statistics.median(ratios), max(ratios))
         rows.append((name, f"{near} of {len(ratios)} within {within:.0%}", *(f"{ratio:.2f}" for ratio in figures)))
     return markdown(("planned / measured", "", "least", "median", "largest"), rows).replace("%", " %")
 

@@ -59,7 +59,7 @@ MUTANTS = (
         "if True:\n                zero_pad",
         ORACLE,
     ),
-    Mutant("plan/planner.py", "(local + shift) % segment_length", "local % segment_length", ORACLE),
+    Mutant("plan/planner.py", "(local + shift) % segment_length", "local % segment_length", f"{ORACLE} -k shift"),
     Mutant("plan/planner.py", "replace(one, is_first=False)", "one", ORACLE),
     Mutant("plan/pairs.py", "number * (number + 1) // 2", "number * (number - 1) // 2", "tests/plan/test_scale.py"),
     Mutant("plan/pairs.py", "group.segment_length - 1)", "group.segment_length)", "tests/plan/test_scale.py"),

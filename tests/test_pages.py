@@ -19,14 +19,9 @@ from support.processes import environment
 
 PAGES = {str(page.relative_to(DOCS)): page for page in pages.pages()}
 RUN = {name: page for name, page in PAGES.items() if any(b.kind in ("python", "pycon") for b in blocks_of(page))}
-BASH = {
-    f"{name}:{block.line}": block for name, page in PAGES.items() for block in blocks_of(page) if block.kind == "bash"
-}
 KINDS = {"python", "pycon", "bash", "text", "toml"}
 # Found before pages have a cache folder of their own, where the kernels would be compiled again.
 NO_KERNELS = refusal_to_load()
-# Words that begin a line of a shell or of Slurm and run nothing of this package.
-OTHER_COMMANDS = {"pip", "make", "export"}
 
 
 @pytest.fixture
@@ -78,37 +73,11 @@ def check_picture(drawn: Path) -> None:
     assert abs(new - old).mean() < 0.01
 
 
-@pytest.mark.parametrize("name", BASH)
-def test_the_command_lines_of_a_page_exist(name: str, folder: Path) -> None:
-    for block in blocks_of(BASH[name].page):
-        if block.kind == "toml":
-            (folder / "my.toml").write_text(block.text)
-    for words in pages.command_lines(BASH[name]):
-        check_command(words)
-
-
-def check_command(words: list[str]) -> None:
-    from dilated_attention_pytorch.cli.command import _parse
-
-    if "dilated-attention" in words:
-        _parse(words[words.index("dilated-attention") + 1 :])
-    elif "-m" in words:
-        module = words[words.index("-m") + 1]
-        if module == "dilated_attention_pytorch":
-            _parse(words[words.index("-m") + 2 :])
-        else:
-            path = module.replace(".", "/")
-            places = (ROOT / f"{path}.py", ROOT / path / "__main__.py", ROOT / "src" / f"{path}.py")
-            places += (ROOT / "src" / path / "__main__.py",)
-            assert any(place.exists() for place in places), words
-    elif words[0] == "torchrun":
-        assert any((ROOT / word).is_file() for word in words if word.endswith(".py")), words
-    elif words[0] == "make":
-        targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-        assert {word for word in words[1:] if "=" not in word} <= targets, words
-    else:
-        # An assignment, or a command that is not ours.
-        assert words[0] in OTHER_COMMANDS or re.match(r"\w+=", words[0]), words
+def test_lines_of_bash_are_commands_of_which_each_has_a_row_or_set_a_variable() -> None:
+    for page in PAGES.values():
+        for block in (block for block in blocks_of(page) if block.kind == "bash"):
+            for words in pages.command_lines(block):
+                assert pages.PROGRAM.fullmatch(words[0]) or re.match(r"export$|\w+=", words[0]), f"{page}: {words}"
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -93,7 +93,7 @@ def test_a_call_on_tensors_that_hold_nothing_has_the_bytes_of_the_real_one(
         assert fake == real
 
 
-@pytest.mark.parametrize(("prompt", "chunk"), [(97, 8), (375, 40), (377, 8)])
+@pytest.mark.parametrize(("prompt", "chunk"), [(97, 8), (375, 40), pytest.param(377, 8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pattern", [DILATED, LONGER, RULES], ids=["dilated", "longer", "rules"])
 def test_no_call_of_a_generation_takes_more_than_those_that_are_looked_at(
     pattern: dict[str, Any], prompt: int, chunk: int
@@ -149,7 +149,9 @@ BLOCKS_OF_THEIR_OWN = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536
 
 
 @pytest.mark.skipif(refusal("native", torch.device("cpu"), torch.float32, 64) is not None, reason="no native kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     "pattern", [local_window(2047), DilatedPattern([1024, 4096], [1, 2])], ids=["window", "groups"]
 )

@@ -35,13 +35,20 @@ RECOMPUTED = {"gradient_checkpointing": True, "checkpoint_every": 2}
 OTHERS = {"activation": "gelu", "num_kv_heads": 1, "dropout": 0.1, "tie_embeddings": False}
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("precision", "batches"),
+    [
+        ("float32", 1),
+        ("bfloat16", 3),
+        pytest.param("float32", 3, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "model",
     [{}, RECOMPUTED, OTHERS, {"vocab_size": 20011}],
     ids=["plain", "recomputed", "other model", "loss by blocks"],
 )
-@pytest.mark.parametrize("batches", [1, 3])
 def test_every_phase_of_fake_passes_has_the_bytes_of_the_real_ones(
     model: dict[str, Any], batches: int, precision: str
 ) -> None:
@@ -113,7 +120,7 @@ def _random_settings() -> Iterator[TrainSettings]:
         )
 
 
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("settings", list(_random_settings()), ids=lambda one: f"{one.model.num_layers} layers")
 def test_few_layers_and_blocks_of_the_loss_tell_of_many(settings: TrainSettings, batches: int) -> None:
     settings = dataclasses.replace(settings, gradient_accumulation=batches)

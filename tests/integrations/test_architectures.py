@@ -35,7 +35,7 @@ def judged_again() -> list[str]:
         if row.recipe and row.verdict != NOT_APPLICABLE and row.model_type in CONFIG_MAPPING_NAMES
     )
     draw = random.Random(datetime.date.today().toordinal() if SWEEP else 0)
-    return draw.sample(names, 80 if SWEEP else 8)
+    return draw.sample(names, 80 if SWEEP else 4)
 
 
 def test_every_type_of_model_that_is_installed_has_a_row() -> None:

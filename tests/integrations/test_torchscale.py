@@ -58,7 +58,7 @@ def drawn_layers(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(drawn_layers())
-@examples(300, is_shrunk=False)
+@examples(80, is_shrunk=False)
 def test_an_adopted_layer_equals_torchscale_s_in_output_and_gradients(case: dict[str, Any]) -> None:
     torch.manual_seed(case["seed"])
     theirs = layer(

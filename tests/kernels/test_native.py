@@ -74,7 +74,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 
 @pytest.mark.parametrize("kind", ["dilated", "block"])
 def test_operands_in_storage_of_nan_give_the_same_bits(kind: str) -> None:
-    @examples(60)
+    @examples(20)
     @given(calls() if kind == "dilated" else block_calls())
     def check(call: DrawnCall) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -152,7 +152,7 @@ def test_few_queries_read_keys_and_values_of_any_shape(dtype: torch.dtype) -> No
     """Steps of decoding: as many queries as are taken without packing, and more heads than are read together."""
     tolerance = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
 
-    @examples(40)
+    @examples(15)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         batch, queries, ratio, kv_heads = (data.draw(st.integers(1, most)) for most in (3, 3, 5, 5))
@@ -212,7 +212,7 @@ def test_drawn_calls_of_several_tiles_and_all_widths(kind: str) -> None:
         segments=st.one_of(st.integers(1, 90), st.integers(90, 1500)),
     )
 
-    @examples(12, is_shrunk=False)
+    @examples(8, is_shrunk=False)
     @given(calls(sizes=sizes) if kind == "dilated" else block_calls(sizes=sizes))
     def check(call: DrawnCall) -> None:
         options = {"is_causal": call.is_causal, "scale": call.scale, **call.options}

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWar
 
 PATTERN = DilatedPattern([7, 16], [1, 3])
 SMALL = Sizes(st.integers(1, 30), 2, 3, (1, 2, 5, 8), groups=3, segments=st.integers(1, 35))
-DRAWS = 70
+DRAWS = 25
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 

@@ -33,7 +33,7 @@ PATTERNS: dict[str, Pattern] = {
     "blocks": random_blocks(0.3, block_size=16, seed=1),
     "sum": local_window(9) + global_tokens(3) + DilatedPattern([64], [2]),
 }
-MAGNITUDES = (1e-6, 1e-3, 1.0, 1e2, 1e4, 1e5, 1e6, 1e8)
+MAGNITUDES = (1e-6, 1.0, 1e2, 1e4, 1e8)
 
 
 def draw(dtype: torch.dtype, query: float, key: float, value: float) -> list[Tensor]:

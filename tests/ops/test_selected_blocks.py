@@ -132,7 +132,7 @@ def cases(draw: st.DrawFn, *, sizes: tuple[int, ...] = (1, 2, 5, 8, 16)) -> Case
     return Case([q, k, v, *gates], blocks, options)
 
 
-@examples(150)
+@examples(60)
 @given(cases())
 def test_equals_the_dense_softmax_over_scores_and_gates(case: Case) -> None:
     case.tensors = [x.requires_grad_() for x in case.tensors]
@@ -149,7 +149,7 @@ def test_equals_the_dense_softmax_over_scores_and_gates(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_drawn_calls_stay_within_the_budget(impl: str, dtype: torch.dtype) -> None:
-    @examples(60)
+    @examples(25)
     @given(cases(sizes=(1, 5, 16, 24, 33)))
     def check(case: Case) -> None:
         rounded = dataclasses.replace(case, tensors=[x.to(dtype).double() for x in case.tensors[:3]] + case.tensors[3:])
@@ -191,7 +191,7 @@ def test_every_other_derivative_equals_the_dense_softmaxs(figure: Any) -> None:
     """Tangents, second derivatives and a third one, of query, key, value and log-gates together."""
     worst: dict[str, float] = {}
 
-    @examples(15)
+    @examples(8)
     @given(cases())
     def check(case: Case) -> None:
         tensors, of_all = tuple(case.tensors), tuple(range(len(case.tensors)))
@@ -330,7 +330,7 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_what_was_kept() -> N
 
 @needs_kernels
 def test_operands_in_storage_of_nan_give_the_same_bits() -> None:
-    @examples(30)
+    @examples(15)
     @given(cases(sizes=(5, 16, 33)))
     def check(case: Case) -> None:
         for dtype in (torch.float32, torch.bfloat16):

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from checks import name_of
 from dilated_attention_pytorch import global_tokens, local_window, parallel
 from drawn_shards import NAMES, ShardedCase, draw_cases, planned
 from ranks import run_ranks
 from rule_checks import CHECKS, run_all
 
-NUMBER = 40
+NUMBER = 25
 
 
 @functools.cache
@@ -52,14 +53,14 @@ def test_sent_bytes_are_the_planned_ones(found: list[dict[str, Any]], figure: An
     figure(f"bytes sent equal the planned ones, rules, {len(found)} ranks", f"{len(cases)} calls, {moved} send any")
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
 def test_law(check: Any, found: list[dict[str, Any]], figure: Any) -> None:
     for rank, of_rank in enumerate(found):
-        error, _ = of_rank["checks"][check.__name__]
+        error, _ = of_rank["checks"][name_of(check)]
         assert error is None, f"rank {rank}: {error}"
-    measured = found[0]["checks"][check.__name__][1]
+    measured = found[0]["checks"][name_of(check)][1]
     if measured is not None:
-        figure(f"rules, {len(found)} ranks, {check.__name__.replace('_', ' ')}", measured)
+        figure(f"rules, {len(found)} ranks, {name_of(check).replace('_', ' ')}", measured)
 
 
 def test_a_plan_of_rules_has_no_gather_and_counts_a_window_over_many_ranks() -> None:

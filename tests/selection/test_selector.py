@@ -35,7 +35,7 @@ def choose(
     return DynamicSegmentSelector(config, hardware=hardware, profile=profile).choose(workload, hardware.kind)
 
 
-@examples(500, is_shrunk=False)
+@examples(150, is_shrunk=False)
 @given(budgets())
 def test_a_choice_is_never_over_budget_and_within_the_limits(
     drawn: tuple[Workload, SegmentSelectionConfig, Hardware],

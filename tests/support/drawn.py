@@ -46,6 +46,7 @@ class Sizes:
     groups: int = 4
     summands: tuple[int, ...] = (1, 1, 2, 3)
     segments: st.SearchStrategy[int] = SEGMENTS
+    ratios: tuple[int, ...] = (1, 1, 2, 3, 8)
 
 
 DENSE = Sizes(LENGTHS, 3, 6, (1, 2, 5, 8, 16))
@@ -199,7 +200,7 @@ def calls(draw: st.DrawFn, *, with_padding: bool = True, sizes: Sizes = DENSE) -
         num_queries=num_queries,
         num_keys=num_keys,
         kv_heads=draw(st.integers(1, sizes.kv_heads)),
-        ratio=draw(st.sampled_from([1, 1, 2, 3, 8])),
+        ratio=draw(st.sampled_from(sizes.ratios)),
         head_dim=draw(st.sampled_from(sizes.head_dims)),
         summands=summands,
         seed=seed,

@@ -93,8 +93,8 @@ class Command:
         return words
 
 
-_PROGRAMS = "dilated-attention|python|torchrun|pytest|make|srun|sbatch|kubectl|jupyter|pip|pre-commit|apt-get"
-_COMMAND = re.compile(rf"(?:[A-Z_]+=\S* +)*(?:{_PROGRAMS})(?: .*)?")
+PROGRAM = re.compile("dilated-attention|python|torchrun|pytest|make|srun|sbatch|kubectl|jupyter|pip|pre-commit|apt-get")
+_COMMAND = re.compile(rf"(?:[A-Z_]+=\S* +)*(?:{PROGRAM.pattern})(?: .*)?")
 _RECIPE = re.compile(r"venv/bin/((?:dilated-attention|python(?! \|)|pytest|ruff|mypy|mkdocs|pip)(?: [^;|&\n]*)?)")
 
 

@@ -7,6 +7,7 @@ A job has ``words``, ``environment``, ``folder`` and ``seconds``; its result the
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -92,4 +93,5 @@ def _run_module(name: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # no process goes through what was imported
     print(json.dumps([run(job) for job in json.load(sys.stdin)]))

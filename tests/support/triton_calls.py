@@ -29,6 +29,7 @@ SMALL = Sizes(
     groups=3,
     summands=(1, 1, 1, 2),
     segments=st.one_of(st.integers(5, 60), st.sampled_from([3, 8, 16, 32, 64])),
+    ratios=(1, 1, 2, 3),
 )
 
 

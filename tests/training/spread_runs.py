@@ -1,12 +1,12 @@
 """Run under torchrun: several training runs over the processes that it started, one after the other.
 
-    torchrun --nproc-per-node N tests/training/spread_runs.py FOLDER TEXTS CASES
+    torchrun --nproc-per-node N tests/training/spread_runs.py FOLDER TEXTS CASES [parts]
 
 CASES is JSON: a list of ``[name, changes of the settings, step to stop after and resume from, or null]``; a run whose
 name says "damaged" finds a bit of its last checkpoint flipped when it is resumed, and one whose name says "overflowing"
 begins with a scale of the loss with which every gradient overflows in float16. In one whose name says "sleeping" the
 last rank sleeps in every forward pass, and its messages are printed. Beside what a run leaves, the first process writes
-how it wrapped the model, and how far parts of matrices are from whole ones.
+how it wrapped the model, and with "parts" how far parts of matrices are from whole ones.
 """
 
 from __future__ import annotations
@@ -203,9 +203,10 @@ def main() -> None:
                         _flip_a_bit(folder / name)
                     torch.manual_seed(12345)
                     resume(folder / name, quiet())
-        _record_muon(folder)
-        _record_split(folder)
-        _record_averages(folder, texts)
+        if "parts" in sys.argv[4:]:
+            _record_muon(folder)
+            _record_split(folder)
+            _record_averages(folder, texts)
 
 
 if __name__ == "__main__":

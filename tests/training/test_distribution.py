@@ -32,19 +32,21 @@ HANG_SECONDS = 600.0
 
 # The changes to the settings of the single process, which takes 2 windows a step, and the step to stop after.
 TWO: dict[str, tuple[dict[str, Any], int | None]] = {
-    "ring, ddp": ({"context_parallel": 2, "strategy": "ring"}, None),
     "heads, ddp": ({"context_parallel": 2, "strategy": "heads", "layout": "zigzag"}, None),
     "ring, fsdp": ({"context_parallel": 2, "strategy": "ring", "layout": "zigzag", "data_parallel": "fsdp"}, None),
-    "heads, fsdp": ({"context_parallel": 2, "strategy": "heads", "data_parallel": "fsdp"}, None),
     "accumulating, stopped, damaged, ddp": ({"context_parallel": 2, "batch_size": 1, "gradient_accumulation": 2}, 13),
-    "accumulating, stopped, fsdp": (
-        {"context_parallel": 2, "data_parallel": "fsdp", "batch_size": 1, "gradient_accumulation": 2},
-        7,
-    ),
     "tensor, stopped": ({"tensor_parallel": 2}, 12),
     "gather, recomputing, fsdp": (
         {"context_parallel": 2, "strategy": "gather", "data_parallel": "fsdp", "recomputing": True},
         None,
+    ),
+}
+MORE_OF_TWO: dict[str, tuple[dict[str, Any], int | None]] = {
+    "ring, ddp": ({"context_parallel": 2, "strategy": "ring"}, None),
+    "heads, fsdp": ({"context_parallel": 2, "strategy": "heads", "data_parallel": "fsdp"}, None),
+    "accumulating, stopped, fsdp": (
+        {"context_parallel": 2, "data_parallel": "fsdp", "batch_size": 1, "gradient_accumulation": 2},
+        7,
     ),
 }
 FOUR: dict[str, tuple[dict[str, Any], int | None]] = {
@@ -137,14 +139,18 @@ def _check_parts_of_matrices(folder: Path, num_processes: int, figure: Any) -> N
 # One test for each launch: parallel workers of pytest would each repeat what tests share.
 @pytest.mark.parametrize(
     ("num_processes", "cases"),
-    [pytest.param(2, TWO, id="two"), pytest.param(4, FOUR, id="four", marks=pytest.mark.slow)],
+    [
+        pytest.param(2, TWO, id="two"),
+        pytest.param(2, MORE_OF_TWO, id="two, more", marks=pytest.mark.slow),
+        pytest.param(4, FOUR, id="four", marks=pytest.mark.slow),
+    ],
 )
 def test_several_processes_follow_one(
     num_processes: int, cases: dict[str, tuple[dict[str, Any], int | None]], folder: Path, figure: Any
 ) -> None:
     listed = json.dumps([(name, *case) for name, case in cases.items()])
     script = TESTS / "training" / "spread_runs.py"
-    run = _torchrun(num_processes, [str(script), str(folder), str(folder / "texts"), listed])
+    run = _torchrun(num_processes, [str(script), str(folder), str(folder / "texts"), listed, "parts"])
     assert run.returncode == 0, run.stderr[-8000:]
     for name, (changes, _) in cases.items():
         _check_follows(folder, name, figure)

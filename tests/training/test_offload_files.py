@@ -77,24 +77,6 @@ def test_states_in_files_train_what_one_process_trains(tmp_path: Path, figure: A
         assert max(distance) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"offload": "nvme", "offload_folder": "x"}, 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
-        (
-            {"offload": "nvme", "offload_folder": "x", "data_parallel": "zero2"},
-            'weights that are split: set data_parallel to "zero3", got "zero2"',
-        ),
-        (FILES, 'got offload "nvme" and offload_folder None: set both or none'),
-        ({"offload_folder": "x"}, 'got offload "none" and offload_folder x: set both or none'),
-    ],
-)
-def test_files_that_nothing_is_kept_in_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        small_settings(Path("x"), **changes)
-    assert message in str(raised.value)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="libaio is of Linux")
 def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(

@@ -28,10 +28,10 @@ from support.oracle import Groups, Rule
 from support.planned import planned, with_candidates
 from support.triton_calls import DEVICE, SMALL, check, check_drawn_calls, poisoned
 
-PARTS, DRAWS = 12, 13
-IN_EVERY_RUN = 1
-"""Parts that are no sweep: one takes the interpreter about a minute."""
-RULED_DRAWS = 4
+PARTS, DRAWS = 24, 13
+IN_EVERY_RUN, FEW_DRAWS = 2, 5
+"""Parts that the gate runs too, and their draws: a call takes the interpreter seconds."""
+RULED_DRAWS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -44,27 +44,28 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "part", [part if part < IN_EVERY_RUN else pytest.param(part, marks=pytest.mark.slow) for part in range(PARTS)]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_drawn_calls_stay_within_the_error_budget(dtype: torch.dtype, part: int, figure: Any) -> None:
+def test_drawn_calls_stay_within_the_error_budget(part: int, figure: Any) -> None:
+    dtype = (torch.float32, torch.bfloat16)[part % 2]
+
     def check_part(call: DrawnCall, used: dict[str, float]) -> None:
         # derandomize repeats its draws in every part: the part moves seeds, masks and rates.
         call.seed += part
-        call.is_causal ^= bool(part & 1)
+        call.is_causal ^= bool(part % 3)
         call.summands = tuple(
             Groups(g.lengths, tuple(1 + (r + part) % 7 for r in g.rates), g.offset_rule, g.tail, g.shift)
             for g in call.summands
         )
         check(call, dtype, used)
 
-    check_drawn_calls(f"Triton, {dtype}, part {part}", DRAWS, calls(sizes=SMALL), check_part, figure)
+    number = FEW_DRAWS if part < IN_EVERY_RUN else DRAWS
+    check_drawn_calls(f"Triton, {dtype}, part {part}", number, calls(sizes=SMALL), check_part, figure)
 
 
 # fmt: off
 CASES = {
-    "the paper's pattern, scaled down by 128": (12, 1, 97, 16, Groups((16, 32, 64, 128, 256), (1, 2, 4, 6, 12))),
-    "12 heads, rate 6 does not divide 20": (12, 1, 67, 16, Groups((20,), (6,))),
-    "12 heads, rate 12": (12, 1, 61, 16, Groups((40, 13), (12, 1))),
-    "the slide encoder's pattern, scaled down": (16, 1, 70, 24, Groups((16, 90, 512), (1, 2, 16), "block")),
+    "the paper's pattern, scaled down by 128": (12, 1, 41, 16, Groups((16, 32, 64, 128, 256), (1, 2, 4, 6, 12))),
+    "7 heads, rate 6 does not divide 20": (7, 1, 43, 16, Groups((20,), (6,))),
+    "the slide encoder's pattern, scaled down": (16, 1, 29, 24, Groups((16, 90, 512), (1, 2, 16), "block")),
     "grouped heads, more than a tile holds": (1, 24, 37, 16, Groups((11, 64), (1, 3))),
     "more groups than the order tells apart": (2, 1, 50, 16, Groups(tuple(range(9, 64, 5)), (*range(1, 12),))),
     "rates beyond every length": (3, 1, 29, 16, Groups((7, 10**9), (50, 10**8))),
@@ -137,7 +138,7 @@ def test_splitting_the_keys_changes_nothing() -> None:
         random_blocks(0.5, block_size=12) + local_window(9, 2),
     )
     for pattern in patterns:
-        q, k, v = (x.detach() for x in tensors(2, 37, 3, 16))
+        q, k, v = (x.detach() for x in tensors(2, 23, 2, 16))
         problem = launch.Problem(q, k, v, pattern.groups, False, 0.3, rules=pattern.rules)
         with poisoned():
             whole, parts = launch.forward(problem, 1), launch.forward(problem, 3)
@@ -188,7 +189,7 @@ def test_dropout_drops_what_the_other_implementations_drop() -> None:
 
 
 def test_two_runs_give_equal_bits() -> None:
-    q, k, v = tensors(1, 70, 3, 16, dtype=torch.bfloat16)
+    q, k, v = tensors(1, 20 if is_interpreted() else 700, 3, 16, dtype=torch.bfloat16)
     runs = []
     for _ in range(2):
         out, lse = attend_with_lse(

@@ -54,7 +54,14 @@ def over_tokens(settings: TrainSettings, world: Path, **changes: Any) -> TrainSe
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"packing": "documents"}, MIXED], ids=["windows", "documents", "mixture"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="windows"),
+        pytest.param({"packing": "documents"}, id="documents", marks=pytest.mark.slow),
+        pytest.param(MIXED, id="mixture"),  # of documents
+    ],
+)
 def test_the_loss_is_in_bits_of_the_bytes_that_are_predicted(
     changes: dict[str, Any], world: Path, tmp_path: Path
 ) -> None:

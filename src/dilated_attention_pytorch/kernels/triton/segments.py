@@ -59,7 +59,7 @@ def load_group(groups, group):
 def document_of(position, documents, PACKED: tl.constexpr):
     """Index, first position, and one past the last, of the document that contains each position.
 
-    ``PACKED`` is an argument of its own: a constant in a tuple that a kernel makes is not one in the functions it calls.
+    ``PACKED`` is an argument of its own: a constant in a tuple made by a kernel is none in the functions it calls.
     """
     begin = position * 0
     end = begin + documents.last_position
