@@ -15,7 +15,7 @@ from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.distribution import Distribution
 from ranks import run_ranks
-from support.sent_bytes import SentBytes, count_sent_bytes
+from benchmarks.sent_bytes import SentBytes, count_sent_bytes
 
 _ROWS = 211
 
