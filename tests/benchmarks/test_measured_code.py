@@ -38,6 +38,7 @@ OF_NO_FIGURE = {
 }
 """What the code of a group imports, and no figure depends on."""
 ELSEWHERE = {
+    ("models/cache.py", "parallel"),  # a type
     ("nn/dynamic.py", "selection"),  # measured by benchmarks.selection alone
     ("parallel/modules.py", "nn"),
     ("parallel/selection.py", "selection"),
