@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from benchmarks.planner import settings_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import LlamaConfig
 
 from dilated_attention_pytorch import memory
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate import memory as estimates
-from dilated_attention_pytorch.estimate.memory import check_training_memory, footprint
+from dilated_attention_pytorch.estimate.memory import check_training_memory, extension_footprint, footprint
 from dilated_attention_pytorch.models import LongNetConfig
-from dilated_attention_pytorch.training import PRESETS, TrainSettings
+from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, TrainSettings
 from training.runs import write_texts
 
 _LIBRARIES = 100e6
@@ -131,6 +132,17 @@ def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
     assert not _refused(settings, "cuda", 3, 2 * total, monkeypatch)
     words = _refused(settings, "cpu", 3, 2 * total, monkeypatch)
     assert re.search(r"in each of 3 processes, and .* are free; take a smaller --batch-size", words)
+
+
+def test_gradients_of_an_extension_take_the_memory_that_its_activations_leave() -> None:
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=3, vocab_size=97)
+    for length, has_room in ((8, False), (65536, True)):
+        one, two = (ExtensionSettings(model="model", length=length, gradient_accumulation=n) for n in (1, 2))
+        weights = 4 * 1_000_000
+        step, several = (extension_footprint(settings, config, 1_000_000) for settings in (one, two))
+        assert (step.activations + step.loss > weights) is has_room
+        assert step.total == 3 * weights + max(weights, step.activations + step.loss)
+        assert several.total == 4 * weights + step.activations + step.loss
 
 
 def test_the_check_of_a_run_takes_no_step() -> None:

@@ -369,7 +369,7 @@ def device_of_process(device: str) -> tuple[str, int]:
 def _check(estimate: Footprint, device: str, *, batch: str, model: str, error: int = 0) -> None:
     """Refuse a run whose estimate less ``error`` percent is above the free memory; 0 is for a lower bound."""
     where, sharing = device_of_process(device)
-    total, parts = in_bytes(estimate.total), estimate.describe()
+    total, parts = in_bytes(estimate.total + estimate.checkpoint), estimate.describe()
     # There is one copy, whatever the number of processes that share the memory.
     check_memory(
         (100 - error) * estimate.total // 100 + estimate.checkpoint // sharing,
