@@ -77,7 +77,7 @@ def test_decoding_with_a_static_cache_is_one_graph(is_padded: bool) -> None:
 @pytest.mark.parametrize("boundaries", [[0, 5, 12], [0, 4, 8, 13], [0, 4, -2, 12]])
 def test_boundaries_that_position_ids_contradict_are_refused(boundaries: list[int]) -> None:
     model, positions = set_pattern(tiny("llama", use_cache=False), PATTERN), (torch.arange(12) % 4)[None]
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q must say .* beside \[0, 4, 8, 12\]"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must say .* and \[0, 4, 8, 12\]"):
         model(draw(1, 12), position_ids=positions, cu_seq_lens_q=torch.tensor(boundaries, dtype=torch.int32))
 
 
