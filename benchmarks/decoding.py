@@ -67,13 +67,6 @@ class Point:
     """``sum_i ceil(min(w_i, t) / r_i)`` at the last position."""
     cache_bytes: int
     """Maximum allocated at any position."""
-    key_value_bytes: float
-    """Bytes of the rows that a token sees in all layers, mean over positions."""
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Keys and values read per second, over the whole time of a token."""
-        return 1e3 * self.key_value_bytes / self.milliseconds_per_token
 
 
 def check_equality() -> float:
@@ -108,30 +101,19 @@ def seen_rows(pattern: Pattern, rows: int, kv_heads: int) -> Tensor:
     return pattern.counts(torch.tensor([rows - 1]), torch.arange(rows), kv_heads, is_causal=True)[:, 0] > 0
 
 
-def key_value_bytes(config: LongNetConfig, tokens: int) -> int:
-    """Bytes of the rows that the last of ``tokens`` tokens sees, over all layers."""
-    assert config.num_kv_heads is not None
-    rows = sum(
-        int(seen_rows(pattern, tokens, config.num_kv_heads).sum())
-        for pattern in map(config.pattern, range(config.num_layers))
-    )
-    return 2 * 4 * rows * (config.embed_dim // config.num_heads)
-
-
 def measure_model(model: LongNetLM, length: int, num_tokens: int) -> Point:
     """Read ``length`` tokens, then decode ``num_tokens / PLACES`` at each position and read on to the next."""
     config, cache = model.config, LongNetCache(model.config)
     distance = max(config.segment_lengths) // PLACES
-    times, rows, sizes, seen = [], [], [], []
+    times, rows, sizes = [], [], []
     for place in range(PLACES):
         read(model, cache, length + place * distance - cache.tokens_seen[0] if place else length)
         rows += [count for layer in range(config.num_layers) for count in cache.rows_per_head(layer)[0]]
         times.append(statistics.median(decode(model, cache, num_tokens // PLACES)))
         sizes.append(cache.num_bytes)
-        seen.append(key_value_bytes(config, cache.tokens_seen[0]))
     pairs = zip(config.segment_lengths, config.dilation_rates, strict=True)
     formula = sum(-(-min(w, cache.tokens_seen[0]) // r) for w, r in pairs)
-    return Point(length, statistics.mean(times), max(rows), formula, max(sizes), statistics.mean(seen))
+    return Point(length, statistics.mean(times), max(rows), formula, max(sizes))
 
 
 def measure_kernel(given: Decoding, name: str, pattern: Pattern, rows: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -202,8 +184,7 @@ def whole_model(given: Decoding) -> dict[str, Any]:
     measure_model(model, 1, given.tokens)  # warm up every kernel
     points = []
     for length in given.lengths:
-        point = measure_model(model, length, given.tokens)
-        points.append({**asdict(point), "key_value_bytes_per_second": point.bytes_per_second})
+        points.append(asdict(measure_model(model, length, given.tokens)))
         print(points[-1], flush=True)
     return {"model": sizes, "dtype": "float32", "chunk": CHUNK, "points": points}
 

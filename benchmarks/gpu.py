@@ -83,22 +83,29 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
 
     The benchmark also checks every call against the definition: a wrong contestant affects its own figures only.
     """
-    python, output = sys.executable, output.relative_to(ROOT) if output.is_relative_to(ROOT) else output
+    output = output.relative_to(ROOT) if output.is_relative_to(ROOT) else output
     has_gpu = torch.cuda.is_available()
     no_gpu = (
         None if has_gpu or is_dry else "PyTorch finds no CUDA device here; --dry-run goes through the steps without"
     )
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     sanitizer = shutil.which("compute-sanitizer")
-    drawn: tuple[str, ...] = ("--calls", "8", "--dtypes", "bfloat16", "float16")
-    if is_dry:
-        drawn = ("--calls", "1", "--dtypes", "bfloat16", "--most-rows", "70")
+    drawn = "--calls 1 --dtypes bfloat16 --most-rows 70" if is_dry else "--calls 8 --dtypes bfloat16 float16"
     bench = output / "bench"
-    resumed = ("--resume",) if (ROOT / bench / "bench.json").exists() else ()
-    small = ("--calls", "2", "--most-rows", "200", "--dtypes", "bfloat16")
+    options: tuple[str, ...] = ("--resume",) if (ROOT / bench / "bench.json").exists() else ()
+    options += ("--dry-run",) if is_dry else ()
+
+    def gate(who: str) -> Step:
+        command = _python(f"benchmarks.gpu_gate {drawn}", "--contestants", _GATE[who])
+        return Step(
+            name=f"gate, {who}",
+            command=(*command, "--output", str(output / f"gate-{who}.json")),
+            most_seconds=180.0,
+            refusal=no_gpu,
+        )
 
     def checked(tool: str) -> Step:
-        module = (python, "-m", "benchmarks.gpu_gate", *small, "--contestants", *_WATCHED)
+        module = _python("benchmarks.gpu_gate --calls 2 --most-rows 200 --dtypes bfloat16", "--contestants", *_WATCHED)
         prefix = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         return Step(
             name=tool,
@@ -111,40 +118,13 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
             or (None if sanitizer else "compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)"),
         )
 
+    benchmark = f"dilated_attention_pytorch.benchmarks --preset gpu --time-limit {0.8 * seconds:.0f}"
+    tests = "pytest -q -p no:benchmark tests/kernels/triton --ignore tests/kernels/triton/test_compiled.py"
     return [
-        *(
-            Step(
-                name=f"gate, {who}",
-                most_seconds=180.0,
-                refusal=no_gpu,
-                command=(
-                    python,
-                    "-m",
-                    "benchmarks.gpu_gate",
-                    *drawn,
-                    "--contestants",
-                    _GATE[who],
-                    "--output",
-                    str(output / f"gate-{who}.json"),
-                ),
-            )
-            for who in (("aten",) if is_dry and not has_gpu else _GATE)
-        ),
+        *map(gate, ("aten",) if is_dry and not has_gpu else _GATE),
         Step(
             name="benchmark",
-            command=(
-                python,
-                "-m",
-                "dilated_attention_pytorch.benchmarks",
-                "--preset",
-                "gpu",
-                "--output",
-                str(bench),
-                "--time-limit",
-                f"{0.8 * seconds:.0f}",
-                *resumed,
-                *(("--dry-run",) if is_dry else ()),
-            ),
+            command=_python(benchmark, "--output", str(bench), *options),
             most_seconds=seconds,
             refusal=no_gpu,
             begun_anew=LEAVES_WHEN_LOST,
@@ -153,23 +133,17 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
         *map(checked, ("memcheck", "racecheck")),
         Step(
             name="tests",
-            command=(
-                python,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:benchmark",
-                "tests/kernels/triton",
-                "--ignore",
-                "tests/kernels/triton/test_compiled.py",
-                *(("--collect-only",) if is_dry else ()),
-            ),
+            command=_python(tests, *(("--collect-only",) if is_dry else ())),
             most_seconds=seconds,
             environment={"TRITON_INTERPRET": "0"} if has_gpu else {},
             refusal=no_gpu or (f"{' and '.join(missing)} not installed: pip install -e .[dev]" if missing else None),
         ),
     ]
+
+
+def _python(line: str, *words: str) -> tuple[str, ...]:
+    """The command of a module, from its name with options, and further words."""
+    return (sys.executable, "-m", *line.split(), *words)
 
 
 def _shown(step: Step) -> str:

@@ -23,12 +23,11 @@ from torch import Tensor
 from dilated_attention_pytorch.benchmarks.contestants import Contestant, find_contestants
 from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, sampled_gradient
 from dilated_attention_pytorch.benchmarks.measure import errors_of_contestants, in_a_line, is_alive
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.benchmarks.run import choose_device
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
 
-from .measured_code import read_all
-from .options import write_results
+from .measured_code import code, read_all
 
 WHO = ("ours", "published")
 LEAVES_WHEN_REFUSED = 77
@@ -150,9 +149,8 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires this for deterministic algorithms
     device = choose_device(words.device)
     records = gate(words.contestants, words.calls, words.dtypes, words.most_rows, device)
-    write_results(
-        words.output, "triton", {"machine": origin(module_command()), "device": str(device), "records": records}
-    )
+    found = {"machine": origin(module_command()), "device": str(device), "records": records, "code": code("triton")}
+    write_json(words.output, found)
     for record in records:
         for sentence in record["wrong"]:
             print(f"WRONG {record['contestant']}: {sentence}")

@@ -21,9 +21,9 @@ from rich.console import Console
 from dilated_attention_pytorch.benchmarks.results import write_json
 from dilated_attention_pytorch.training import ExtensionSettings, extend, resume_extension
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
-from dilated_attention_pytorch.training.corpus import read_corpus
+from dilated_attention_pytorch.training.data.corpus import read_corpus
+from dilated_attention_pytorch.training.data.windows import EvaluationWindows, TrainingWindows, evenly_spread
 from dilated_attention_pytorch.training.manifest import read_json
-from dilated_attention_pytorch.training.windows import EvaluationWindows, TrainingWindows, evenly_spread
 
 from .measured_code import digest
 from .study import Study, run

@@ -1,37 +1,27 @@
-"""Digests of the code that figures depend on: a figure is stale when the code has changed since it was measured.
-
-    python -m benchmarks.measured_code [--if-stale] GROUP WRITTEN RESULTS COMMAND...
-
-Runs a command that writes the file WRITTEN, and copies it to RESULTS with the digest of the code at the command's
-start: for ``dilated-attention tune`` and ``bench``, which do not know of digests.
-"""
+"""Digests of the code that figures depend on: a figure is stale when the code has changed since it was measured."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import hashlib
 import io
 import json
 import re
-import subprocess
 import tokenize
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-from dilated_attention_pytorch.benchmarks.results import write_json
 
 Group = Literal[
     "attention", "triton", "models", "training", "planner", "parallel", "selection", "slides", "transformers"
 ]
 PACKAGE = Path(__file__).parents[1] / "src" / "dilated_attention_pytorch"
-_ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "planning", "precision.py", "tracing.py")
+_ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "plan", "precision.py", "tracing.py")
 _MODELS = (*_ATTENTION, "models", "nn")
 _STEPS = tuple(
     f"estimate/{name}.py"
     for name in (
-        "attention", "batch_rows", "flops", "live_bytes", "memory", "parallel", "parallel_choice", "step",
+        "attention", "batch", "flops", "live_bytes", "memory", "parallel", "parallel_choice", "step",
         "workload",
     )
 )  # fmt: skip
@@ -154,22 +144,5 @@ def _without_blank_lines(lines: list[str]) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
 
 
-def main() -> None:
-    """Run a command, and copy the file that it wrote with the digest."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--if-stale", action="store_true", help="run nothing if the results are of today's code")
-    parser.add_argument("group", choices=GROUPS)
-    parser.add_argument("written", type=Path)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    words = parser.parse_args()
-    read_all()
-    if words.if_stale and is_current(words.results):
-        print(f"{words.results} is of today's code")
-        return
-    subprocess.run(words.command, check=True)
-    write_json(words.results, {**json.loads(words.written.read_text(encoding="utf-8")), "code": code(words.group)})
-
-
 if __name__ == "__main__":
-    main()
+    raise SystemExit("a part of another benchmark: python -m benchmarks.attention --help")

@@ -1,45 +1,49 @@
-"""One sequence over several ranks: bytes that they send, their memory, and their balance.
+"""One sequence over several ranks: bytes that they send, their memory, their balance, and plans of a billion tokens.
 
-    python -m benchmarks.parallel [--only traffic memory balance]
+    python -m benchmarks.parallel [--only traffic memory balance billion]
 
-Bytes are planned. Memory and processor time are measured on processes of this machine that communicate over gloo.
+Memory is measured on processes of this machine that communicate over gloo; the rest is planned.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
 import statistics
-import time
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
 from dilated_attention_pytorch.estimate.parallel import ParallelPlan
 from dilated_attention_pytorch.memory import begin_peak, resident
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
+from dilated_attention_pytorch.plan.layout import Layout
 
-from .ranks import on_ranks
 from .study import Study, run
 
 PAPER = ((2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12))
 HEADS, HEAD_DIM = 12, 64
 ROWS = 8192  # per rank
 MEMORY_HEADS = 8
+BILLION = 1 << 30
 Way = Literal["alone", "ring"]
-Section = Literal["traffic", "memory", "balance"]
+Section = Literal["traffic", "memory", "balance", "billion"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel(Study):
     """Settings."""
 
-    only: tuple[Section, ...] = ("traffic", "memory", "balance")
+    only: tuple[Section, ...] = ("traffic", "memory", "balance", "billion")
     """What to measure."""
     rows: int = 65536
     """Rows of the sequence whose memory is measured."""
@@ -48,9 +52,30 @@ class Parallel(Study):
     planned_ranks: tuple[int, ...] = tuple(2**power for power in range(1, 11))
     """Numbers of ranks whose bytes are planned."""
     balanced_ranks: tuple[int, ...] = (4, 8, 64)
-    """Numbers of ranks whose balance is planned; that of the first is measured."""
-    balanced_rows: int = ROWS
-    """Rows per rank whose processor time is measured."""
+    """Numbers of ranks whose balance is planned."""
+    billion_ranks: tuple[int, ...] = (64, 256, 1024, 4096, 8192)
+    """Numbers of ranks that share 2^30 tokens in a plan."""
+
+
+def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``function(*args)`` in ``world`` new processes; results by rank. An error in any of them is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_run, (world, folder, function, args), nprocs=world, start_method="spawn")
+        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(world)]
+
+
+def _result(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}"
+
+
+def _run(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    _result(folder, rank).write_bytes(pickle.dumps(function(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def paper_up_to(rows: int) -> DilatedPattern:
@@ -91,14 +116,6 @@ def traffic(given: Parallel) -> dict[str, Any]:
             )
             print(planned[-1], flush=True)
     return {"planned": planned}
-
-
-def operands(rows: int, heads: int, mesh: DeviceMesh, layout: Layout) -> list[Tensor]:
-    """This rank's rows of query, key, value and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    whole = (torch.randn(1, rows, heads, HEAD_DIM, generator=generator) for _ in range(4))
-    *inputs, grad = (parallel.shard(x, mesh, layout=layout).clone() for x in whole)
-    return [*(x.requires_grad_() for x in inputs), grad]
 
 
 def peak(rows: int, way: Way, layout: Layout, is_causal: bool) -> int:
@@ -148,56 +165,46 @@ def memory(given: Parallel) -> dict[str, Any]:
     return {"heads": MEMORY_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "slopes": slopes, "points": points}
 
 
-def processor_seconds(layout: Layout, held: int) -> dict[str, float]:
-    """On every rank: processor seconds of its own share, causal, forward and backward, after a check."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = held * mesh.size()
-    pattern = paper_up_to(rows)
-    *inputs, grad = operands(rows, HEADS, mesh, layout)
-
-    def call() -> Tensor:
-        q, k, v = inputs
-        return parallel.attend(q, k, v, pattern, mesh=mesh, strategy="ring", layout=layout, is_causal=True)
-
-    with torch.no_grad():
-        q, k, v = (parallel.unshard(x, mesh, layout=layout) for x in inputs)
-        expected = parallel.shard(attend(q, k, v, pattern, is_causal=True), mesh, layout=layout)
-        error = float((call() - expected).abs().max())
-    if error > 1e-4:
-        raise SystemExit(f"not timed, because it is wrong by {error}")
-    times = []
-    for _ in range(3):
-        dist.barrier()
-        begin = time.process_time()
-        torch.autograd.grad(call(), inputs, grad)
-        times.append(time.process_time() - begin)
-    return {"seconds": min(times), "error": error}
-
-
 def balance(given: Parallel) -> dict[str, Any]:
-    """FLOPs of the busiest rank over the mean, planned; processor seconds of every rank, measured."""
+    """FLOPs of the busiest rank over the mean, planned."""
     planned: list[dict[str, Any]] = []
     for world in given.balanced_ranks:
         ring = {e.layout: e for e in plan(world, is_causal=True).estimates if e.strategy == "ring"}
         planned.append({"ranks": world, **{layout: {"imbalance": e.imbalance} for layout, e in ring.items()}})
         print(planned[-1], flush=True)
-    measured = {}
-    layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
-    for layout in layouts:
-        of_ranks = on_ranks(given.balanced_ranks[0], processor_seconds, layout, given.balanced_rows)
-        seconds = [one["seconds"] for one in of_ranks]
-        measured[layout] = {
-            "processor_seconds": seconds,
-            "imbalance": max(seconds) / statistics.mean(seconds),
-            "largest_error": max(one["error"] for one in of_ranks),
-        }
-        print(layout, measured[layout], flush=True)
-    return {"planned": planned, "measured": measured}
+    return {"planned": planned}
+
+
+def billion(given: Parallel) -> dict[str, Any]:
+    """Plans of a causal layer on 2^30 tokens with contiguous rows, at the default rates of a machine."""
+    machine, lines = parallel.Machine(), []
+    backward = 1 + BACKWARD_PRODUCTS / FORWARD_PRODUCTS
+    for ranks in given.billion_ranks:
+        shape = (1, BILLION, HEADS, HEAD_DIM)
+        found = parallel.plan_parallel(paper_up_to(BILLION), shape, ranks, is_causal=True, machine=machine).estimates
+        estimates = [
+            {
+                "strategy": e.strategy,
+                "forward_bytes": max(e.forward_bytes),
+                "backward_bytes": max(e.backward_bytes),
+                "link_bytes": e.link_bytes,
+                "messages": e.messages,
+                "backward_messages": e.backward_messages,
+                "seconds": e.seconds,
+                "compute_seconds": backward * max(e.flops) / machine.flops_per_second,
+                "imbalance": e.imbalance,
+            }
+            for e in found
+            if e.layout == "contiguous"
+        ]
+        lines.append({"ranks": ranks, "estimates": estimates})
+        print(lines[-1], flush=True)
+    return {"tokens": BILLION, "assumed": asdict(machine), "lines": lines}
 
 
 def measure(given: Parallel) -> dict[str, Any]:
     """The chosen sections."""
-    sections = {"traffic": traffic, "memory": memory, "balance": balance}
+    sections = {"traffic": traffic, "memory": memory, "balance": balance, "billion": billion}
     return {name: sections[name](given) for name in given.only}
 
 
@@ -207,6 +214,6 @@ if __name__ == "__main__":
         "ranks": (1, 2),
         "planned_ranks": (2, 4),
         "balanced_ranks": (2,),
-        "balanced_rows": 128,
+        "billion_ranks": (64,),
     }
     run(Parallel, measure, text=__doc__, name="parallel", group="parallel", tiny=tiny)

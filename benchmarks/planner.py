@@ -23,6 +23,7 @@ and measures nothing.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -40,9 +41,9 @@ from dilated_attention_pytorch.estimate.generation import cache_bytes
 from dilated_attention_pytorch.estimate.measure import StepPoint
 from dilated_attention_pytorch.training import TrainSettings
 
-from .measured_code import is_stale
-from .options import parse, parser_of, write_results
+from .measured_code import is_stale, read_all
 from .planner_cases import draw, draw_decoding, machine
+from .study import file_of_results, write_results
 
 WITHIN = 0.05
 WITHIN_SECONDS = 0.2
@@ -220,12 +221,19 @@ def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Print one line per case; write all cases with the machine and the command."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="one small case of each kind: checks the benchmark")
+    parser.add_argument("--output", type=Path, help="file of the results; default: benchmarks/results")
+    parser.add_argument("--if-stale", action="store_true", help="measure nothing if the results are of today's code")
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--decoding", type=int, default=50)
     parser.add_argument("--again", action="store_true", help="leave what is in the file, and begin anew")
     parser.add_argument("--replan", action="store_true", help="plan the cases of the file anew, and measure nothing")
-    arguments = parse(parser, "planner.json")
+    arguments = parser.parse_args()
+    read_all()
+    arguments.output = file_of_results(
+        arguments.output, "planner.json", is_tiny=arguments.tiny, is_if_stale=arguments.if_stale
+    )
     import torch
 
     torch.set_num_threads(1)

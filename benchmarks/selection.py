@@ -1,46 +1,59 @@
-"""Segment selection compared with this machine: memory with the budget, time with the best candidate, and a table.
+"""Segment selection on this machine: fitted rates, memory and its budget, time and the fastest candidate.
 
-    dilated-attention tune
-    python -m benchmarks.selection [--only memory speed table] [--output FILE]
+    python -m benchmarks.selection [--only rates memory speed]
 
-Run manually: 50 new processes for the memory, and all candidates of 20 shapes for the time.
+``rates`` runs `dilated-attention tune`, whose profile ``speed`` uses. ``memory`` is measured in 50 processes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from typing import Any
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from dilated_attention_pytorch import DilatedPattern, attend
-from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.memory import begin_peak, resident
 from dilated_attention_pytorch.selection import (
-    Choice,
     DynamicSegmentSelector,
-    Estimate,
     Profile,
     SegmentSelectionConfig,
     Workload,
     read_hardware,
 )
 from dilated_attention_pytorch.selection.profile import load_profile
-from dilated_attention_pytorch.selection.selector import estimate
 from dilated_attention_pytorch.selection.tuning import call_of
 
-from .measured_code import code
-from .options import parse, parser_of
+from .study import Study, in_new_process, run
 
 CPU = torch.device("cpu")
-FIRST_VERSION = DilatedPattern([512, 1024], [1, 2])
-"""Choice of the earlier package's first version for 1K, 4K and 16K positions alike."""
+Part = Literal["rates", "memory", "speed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection(Study):
+    """Settings."""
+
+    only: tuple[Part, ...] = ("rates", "memory", "speed")
+    """What to measure."""
+
+
+def rates(given: Selection) -> dict[str, Any]:
+    """What `dilated-attention tune` finds on this machine."""
+    name, words = ("dry-run.json", ["--dry-run"]) if given.tiny else ("tune.json", [])
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "tune"
+        command = [sys.executable, "-m", "dilated_attention_pytorch", "tune", "--output", str(output), *words]
+        subprocess.run(command, check=True)
+        found: dict[str, Any] = json.loads((output / name).read_text(encoding="utf-8"))
+    return found
 
 
 def drawn_workload(
@@ -59,20 +72,16 @@ def drawn_workload(
     )
 
 
-def memory_of_one(text: str) -> None:
-    """In a new process: peak bytes of the first call above the level before its operands, and of the second call."""
-    values = json.loads(text)
-    pattern = DilatedPattern(values.pop("segment_lengths"), values.pop("dilation_rates"))
-    values["dtype"] = getattr(torch, values["dtype"])
-    workload = Workload(**values)
-    peaks = []
+def peaks(workload: Workload, pattern: DilatedPattern) -> list[int]:
+    """In a new process: peak bytes of the first and of the second call, above the level before its operands."""
+    found = []
     for _ in range(2):
         if not begin_peak():
             raise SystemExit("memory is read from Linux's /proc, which is not here; leave it out with --only")
         before = resident("VmRSS")
         _call(workload, pattern)
-        peaks.append(resident("VmHWM") - before)
-    print(json.dumps(peaks))
+        found.append(resident("VmHWM") - before)
+    return found
 
 
 def _call(workload: Workload, pattern: DilatedPattern) -> None:
@@ -91,14 +100,14 @@ def _call(workload: Workload, pattern: DilatedPattern) -> None:
         torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
-def memory(*, is_tiny: bool) -> dict[str, Any]:
+def memory(given: Selection) -> dict[str, Any]:
     """Peak memory of 50 random shapes compared with random budgets, each in a separate process."""
     generator, hardware = random.Random(1), read_hardware(CPU)
     rows: list[dict[str, Any]] = []
     refused = 0
-    while len(rows) < (1 if is_tiny else 50):
+    while len(rows) < (1 if given.tiny else 50):
         dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float16, torch.float64)
-        workload = drawn_workload(generator, shortest=1000, longest=1500 if is_tiny else 80000, dtypes=dtypes)
+        workload = drawn_workload(generator, shortest=1000, longest=1500 if given.tiny else 80000, dtypes=dtypes)
         extra = generator.random()
         workload = replace(workload, is_padded=extra < 0.2, has_dropout=0.15 < extra < 0.3)
         free = int(generator.choice((256, 512, 1024, 4096)) * 2**20 * (0.75 + generator.random() / 2))
@@ -118,8 +127,7 @@ def memory(*, is_tiny: bool) -> dict[str, Any]:
             continue
         pattern = choice.best.pattern
         values = {**asdict(workload), "dtype": workload.dtype_name, **_lengths(pattern)}
-        command = [sys.executable, "-m", "benchmarks.selection", "--memory-of", json.dumps(values)]
-        first, second = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        first, second = in_new_process(peaks, workload, pattern)
         bound = choice.best.bytes.total
         row = {
             **values,
@@ -139,7 +147,7 @@ def memory(*, is_tiny: bool) -> dict[str, Any]:
     ratios = [
         (row["counted_bytes"] - row["library_bytes"]) / row["measured_bytes"][1]
         for row in rows
-        if row["measured_bytes"][1] > (0 if is_tiny else 64 << 20)
+        if row["measured_bytes"][1] > (0 if given.tiny else 64 << 20)
     ]
     print(
         f"over budget: {over} of {len(rows)}; above what was counted: {above}; counted without the library over "
@@ -154,16 +162,16 @@ def _lengths(pattern: DilatedPattern) -> dict[str, list[int]]:
     return {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
 
 
-def speed(*, is_tiny: bool) -> dict[str, Any]:
+def speed(given: Selection) -> dict[str, Any]:
     """The choice of ``objective="speed"`` and the best of all candidates with enough coverage, for 20 random shapes."""
     generator = random.Random(2)
     config = SegmentSelectionConfig(min_segment_size=256, max_num_segments=4, objective="speed")
     rows: list[dict[str, Any]] = []
-    if load_profile(read_hardware(CPU)) is None and not is_tiny:
+    if load_profile(read_hardware(CPU)) is None and not given.tiny:
         raise SystemExit("there is no profile of this machine: run `dilated-attention tune`")
-    for _ in range(1 if is_tiny else 20):
+    for _ in range(1 if given.tiny else 20):
         workload = drawn_workload(
-            generator, shortest=1000, longest=1200 if is_tiny else 9000, dtypes=(torch.float32, torch.bfloat16)
+            generator, shortest=1000, longest=1200 if given.tiny else 9000, dtypes=(torch.float32, torch.bfloat16)
         )
         selector = DynamicSegmentSelector(replace(config, is_training=workload.is_training))
         formula = DynamicSegmentSelector(selector.config, profile=Profile(()))
@@ -213,62 +221,11 @@ def _times(workload: Workload, patterns: list[DilatedPattern]) -> dict[DilatedPa
     return times
 
 
-def table(*, is_tiny: bool) -> list[dict[str, Any]]:
-    """1K, 4K and 16K positions: the first version's choice and the current one, with scores and measured times."""
-    rows = []
-    for length in (1024,) if is_tiny else (1024, 4096, 16384):
-        workload = Workload(
-            sequence_length=length, batch_size=1, num_heads=8, num_kv_heads=8, head_dim=64, dtype=torch.float32
-        )
-        selector = DynamicSegmentSelector()
-        choice = selector.choose(workload, CPU)
-        theirs = estimate(FIRST_VERSION, workload, *selector.machine(CPU), selector.config)
-        times = _times(workload, [FIRST_VERSION, choice.best.pattern])
-        fastest = min(one.seconds for one in choice.fitting)
-        for name, one in (("first version", theirs), ("now", choice.best)):
-            row = _row(one, choice, fastest, selector.config) | {"measured_seconds": times[one.pattern]}
-            print(f"{length:6} {name:5} {row}")
-            rows.append({"sequence_length": length, "choice": name, "candidates": choice.num_candidates, **row})
-    return rows
-
-
-def _row(one: Estimate, choice: Choice, fastest: float, config: SegmentSelectionConfig) -> dict[str, Any]:
-    efficiency = fastest / one.seconds
-    weights = (config.coverage_weight, config.diversity_weight, config.efficiency_weight)
-    parts = (one.coverage, one.diversity, efficiency)
-    return {
-        **_lengths(one.pattern),
-        "coverage": one.coverage,
-        "diversity": one.diversity,
-        "efficiency": efficiency,
-        "score": sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights),
-        "predicted_seconds": one.seconds,
-        "counted_bytes": one.bytes.total,
-        "budget_bytes": choice.memory_budget,
-    }
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parts = {"memory": memory, "speed": speed, "table": table}
-    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="which parts to run")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    arguments = parse(parser, "selection.json")
-    if arguments.memory_of:
-        memory_of_one(arguments.memory_of)
-        return
-    # Keep the results of parts that are not run.
-    results: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    for name in arguments.only:
-        print(f"--- {name}: {(parts[name].__doc__ or '').strip()}", flush=True)
-        results[name] = {
-            "machine": origin(module_command()),
-            "code": code("selection"),
-            "found": parts[name](is_tiny=arguments.tiny),
-        }
-        write_json(arguments.output, results)
-    print(f"written: {arguments.output}")
+def measure(given: Selection) -> dict[str, Any]:
+    """The chosen parts."""
+    parts = {"rates": rates, "memory": memory, "speed": speed}
+    return {name: parts[name](given) for name in given.only}
 
 
 if __name__ == "__main__":
-    main()
+    run(Selection, measure, text=__doc__, name="selection", group="selection", tiny={})

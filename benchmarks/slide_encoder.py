@@ -1,11 +1,11 @@
 """The slide encoder on the CPU: seconds and peak memory of the adopted model and of the published algorithm in PyTorch.
 
-    python -m benchmarks.slide_encoder [--lengths N ...] [--only adopted "published, fused" "published, dense"]
+    python -m benchmarks.slide_encoder [--lengths N ...] [--only adopted published]
 
 12 layers, 768 wide, 16 heads, the pattern of the GigaPath encoder. The published algorithm pads, selects classes,
 attends within them, scatters and merges, as torchscale's layer does; flash-attn is replaced by PyTorch's own fused CPU
-kernel ("fused") or by an explicit softmax ("dense"). All models have the same weights and must agree, which is checked
-first: in float64 on a small model, then in float32 on every measured length.
+kernel. Both models have the same weights and must agree, which is checked first: in float64 on a small model, then in
+float32 on every measured length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .study import StudyOfCalls, run
 SEGMENT_LENGTHS = [1024, 5792, 32768, 185363, 1048576]
 DILATED_RATIOS = [1, 2, 4, 8, 16]
 WIDTH, HEADS, FEEDFORWARD = 768, 16, 3072
-Name = Literal["adopted", "published, fused", "published, dense"]
+Name = Literal["adopted", "published"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative to the largest output
 
 
@@ -39,10 +39,8 @@ class Encoder(StudyOfCalls):
 
     lengths: tuple[int, ...] = (1_000, 5_000, 20_000)
     """Tiles of a slide."""
-    only: tuple[Name, ...] = ("adopted", "published, fused", "published, dense")
+    only: tuple[Name, ...] = ("adopted", "published")
     """The models that are timed."""
-    most_dense: int = 20_000
-    """Largest length of "published, dense"."""
     layers: int = 12
     """Layers of the encoder."""
     repeats: int = 3
@@ -50,14 +48,13 @@ class Encoder(StudyOfCalls):
 
 
 class PublishedAttention(nn.Module):
-    """torchscale's layer with its attributes and algorithm; ``route`` names the replacement of flash-attn."""
+    """torchscale's layer with its attributes and algorithm; PyTorch's fused kernel replaces flash-attn."""
 
-    def __init__(self, segment_lengths: list[int], width: int, heads: int, route: str) -> None:
+    def __init__(self, segment_lengths: list[int], width: int, heads: int) -> None:
         super().__init__()
         self.args = SimpleNamespace(segment_length=segment_lengths, dilated_ratio=DILATED_RATIOS)
         self.embed_dim = width
         self.num_heads = heads
-        self.route = route
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(width)
 
@@ -80,12 +77,8 @@ class PublishedAttention(nn.Module):
 
     def softmax(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of ``[segments, H, class rows, D]``."""
-        if self.route == "fused":
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-            return out, lse
-        scores = q.shape[-1] ** -0.5 * q @ k.mT
-        lse = scores.logsumexp(-1)
-        return scores.sub_(lse.unsqueeze(-1)).exp_() @ v, lse
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        return out, lse
 
     def classes(self, x: Tensor, segment: int, ratio: int) -> Tensor:
         """``[B, N, H, D]`` to ``[segments, H, class rows, D]``: head block b keeps the rows b, b + r, ..."""
@@ -140,14 +133,10 @@ class Point:
 
 
 def models(segment_lengths: list[int], width: int, heads: int, layers: int) -> dict[str, nn.Module]:
-    """The same encoder in three variants, with the same weights."""
-    attentions = [PublishedAttention(segment_lengths, width, heads, "fused") for _ in range(layers)]
-    fused = nn.Sequential(*(Block(attention, width) for attention in attentions)).eval()
-    dense = copy.deepcopy(fused)
-    for module in dense.modules():
-        if isinstance(module, PublishedAttention):
-            module.route = "dense"
-    return {"adopted": adopt(copy.deepcopy(fused)), "published, fused": fused, "published, dense": dense}
+    """The same encoder in two variants, with the same weights."""
+    attentions = [PublishedAttention(segment_lengths, width, heads) for _ in range(layers)]
+    published = nn.Sequential(*(Block(attention, width) for attention in attentions)).eval()
+    return {"adopted": adopt(copy.deepcopy(published)), "published": published}
 
 
 def difference(out: Tensor, expected: Tensor) -> float:
@@ -161,8 +150,8 @@ def check_equality() -> float:
     largest = 0.0
     for rows in (1, 7, 100, 257, 601):
         x = torch.randn(2, rows, 96, dtype=torch.float64)
-        expected, *others = (model.double()(x) for model in small.values())
-        largest = max(largest, *(difference(out, expected) for out in others))
+        expected, out = (model.double()(x) for model in small.values())
+        largest = max(largest, difference(out, expected))
     return largest
 
 
@@ -198,8 +187,6 @@ def measure(given: Encoder) -> dict[str, Any]:
     for rows in given.lengths:
         x, expected = torch.randn(1, rows, WIDTH), None
         for name in given.only:
-            if name == "published, dense" and rows > given.most_dense:
-                continue
             point, out = timed(name, encoders[name], x, expected, given.repeats)
             expected = out if expected is None else expected
             if not point.largest_difference < TOLERANCE[torch.float32]:

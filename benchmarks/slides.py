@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig
+from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
 
 from .study import Study, run
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,13 +19,15 @@ from typing import Any, Literal, TypeVar
 import torch
 import tyro
 
-from dilated_attention_pytorch.benchmarks.results import module_command, origin
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.ops import implementation
 
-from .measured_code import Group, read_all
-from .options import file_of_results, write_results
+from .measured_code import Group, code, is_current, read_all
 
+RESULTS = Path(__file__).parent / "results"
+_TRIED: list[tempfile.TemporaryDirectory[str]] = []
+"""Folders of tiny runs without ``--output``, removed at the end of the process."""
 LEAST_VECTORS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 """The first variable limits PyTorch's own kernels and ours, the others oneDNN's and MKL's products, which both use."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -101,6 +104,33 @@ def run(
         write_results(file, group, {**record, **measure(given)})
     print(f"written: {file}")
     return file
+
+
+def file_of_results(output: Path | None, name: str, *, is_tiny: bool, is_if_stale: bool) -> Path:
+    """The file that results go to: ``output``, or ``name`` in the folder ``output``.
+
+    Raises:
+        SystemExit: the file cannot be written, or, with ``is_if_stale``, has results of today's code.
+    """
+    if output is None and is_tiny:
+        _TRIED.append(tempfile.TemporaryDirectory())
+    file = output or (Path(_TRIED[-1].name) if is_tiny else RESULTS)
+    if file.is_dir() or not file.suffix:
+        file /= name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise SystemExit(f"--output {file} cannot be written ({error.strerror}); name another one") from error
+    if is_if_stale and is_current(file):
+        print(f"{file} is of today's code")
+        raise SystemExit(0)
+    return file
+
+
+def write_results(file: Path, measured: Group, values: dict[str, Any]) -> None:
+    """Write results with a digest of the code that they depend on."""
+    write_json(file, {**values, "code": code(measured)})
 
 
 def chosen(impl: str) -> dict[str, str]:

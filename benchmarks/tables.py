@@ -12,18 +12,24 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import rank_tables
-from .markdown import Values, markdown
 from .measured_code import is_stale
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _MARKED = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n\n).*?(?=\n\n<!-- end of table -->)", re.DOTALL)
 DTYPES = ("float32", "bfloat16")
+Values = dict[str, Any]
+"""A file of results, or a section of one."""
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, *rows)]
+    return "\n".join(f"|{line}" for line in (lines[0], "---|" * len(head), *lines[1:]))
 
 
 def times_of_dense(values: Values) -> str:
@@ -121,15 +127,6 @@ def training_memory(values: Values) -> str:
     return markdown(("", "peak", "seconds of the first step"), rows)
 
 
-def sharded_states(values: Values) -> str:
-    """Bytes per weight that a process keeps, and the distance of its losses."""
-    rows = []
-    for one in values["results"]:
-        difference = "" if one["case"] == "one process" else f"{one['largest_difference']:.0e}"
-        rows.append((one["case"], f"{max(one['bytes_per_weight']):.1f}", difference))
-    return markdown(("", "bytes per weight in a process", "largest difference of a loss from one process, nats"), rows)
-
-
 def gpu(values: Values) -> str:
     """Milliseconds of each contestant on a GPU."""
     timed = [one for one in values["rows"] if one["status"] == "timed"]
@@ -166,25 +163,83 @@ def recall(values: Values) -> str:
 
 def transformers_memory(values: Values) -> str:
     """Peak memory and seconds of a call, by attention."""
-    attentions = ("dilated", "sdpa", "eager")
+    attentions = ("dilated", "sdpa")
     by_case = {(one["tokens"], one["call"], one["attention"]): one for one in values["points"]}
     rows = []
     for tokens, call in dict.fromkeys((tokens, call) for tokens, call, _ in sorted(by_case)):
         cells = []
         for attention in attentions:
-            one = by_case.get((tokens, call, attention), {"reason": "not measured"})
-            cells.append(one["reason"] or f"{one['peak_bytes'] / 1e6:,.0f} MB, {one['seconds']:.2f} s")
+            one = by_case.get((tokens, call, attention))
+            cells.append(f"{one['peak_bytes'] / 1e6:,.0f} MB, {one['seconds']:.2f} s" if one else "not measured")
         rows.append((f"{tokens:,}", call, *cells))
     return markdown(("tokens", "call", *attentions), rows)
 
 
-def claims(values: Values) -> str:
-    """The earlier package's figures, and what the planner finds."""
+def planner(values: Values) -> str:
+    """Planned over measured memory and seconds of training steps and of decoding."""
+    ratios_of = {
+        ("peak memory of a step", 0.1): [case["ratio"] for case in values["cases"]],
+        ("seconds of a step", 0.2): [case["seconds_ratio"] for case in values["cases"]],
+        ("peak memory of decoding", 0.1): [case["ratio"] for case in values["decoding"]],
+        ("bytes of the cache", 0.0): [case["planned_cache_bytes"] / case["cache_bytes"] for case in values["decoding"]],
+    }
+    rows = []
+    for (name, within), ratios in ratios_of.items():
+        near = sum(abs(ratio - 1) <= within for ratio in ratios)
+        figures = (min(ratios), statistics.median(ratios), max(ratios))
+        rows.append((name, f"{near} of {len(ratios)} within {within:.0%}", *(f"{ratio:.2f}" for ratio in figures)))
+    return markdown(("planned / measured", "", "least", "median", "largest"), rows).replace("%", " %")
+
+
+def parallel_bytes(values: Values) -> str:
+    """Planned bytes that the busiest rank sends, beside a dense ring's."""
+    by_case = {(one["ranks"], one["causal"]): one for one in values["planned"]}
+    rows = []
+    for ranks in (4, 8, 64, 256, 1024):
+        one, causal = by_case[ranks, False], by_case[ranks, True]
+        found = (one["ring"], causal["ring_mean"], one["dense_ring"])
+        cells = (f"{count / 1e6:,.1f} MB" for count in found)
+        rows.append((f"{ranks:,}", f"{8192 * ranks:,}", *cells, f"{one['dense_ring'] / one['ring']:.1f}"))
+    head = ("ranks p", "rows", "ring = gather", "ring, causal, mean of the ranks", "dense ring", "dense ring / ring")
+    return markdown(head, rows)
+
+
+def parallel_memory(values: Values) -> str:
+    """Peak memory of a rank by series and number of ranks."""
+    rows = []
+    for series, slope in values["slopes"].items():
+        points = [one for one in values["points"] if one["series"] == series]
+        alone = next(one for one in points if one["way"] == "alone")
+        cells = []
+        for one in points:
+            if one is not alone:
+                share = alone["peak_bytes"] * one["rows"] / alone["rows"] / one["ranks"]
+                cells.append(f"{one['peak_bytes'] / 1e6:,.0f} MB ({one['peak_bytes'] / share:.3f})")
+        rows.append((series.replace("not causal, ", ""), *cells, f"p^{slope:.2f}"))
+    return markdown(("", "p = 1", "p = 2", "p = 4", "slope"), rows)
+
+
+def parallel_balance(values: Values) -> str:
+    """FLOPs of the busiest rank over the mean."""
     rows = [
-        (name.replace("%", " %"), f"**{one['verdict']}**", one["ours"].replace("%", " %"), one["reason"])
-        for name, one in values["findings"].items()
+        (f"{one['ranks']}", f"{one['zigzag']['imbalance']:.4f}", f"{one['contiguous']['imbalance']:.4f}")
+        for one in values["planned"]
     ]
-    return markdown(("the document says", "verdict", "here", "why"), rows)
+    return markdown(("p", "zigzag", "contiguous"), rows)
+
+
+def scale_plan(values: Values) -> str:
+    """Plans of one layer on a billion tokens with contiguous rows, by ranks and strategy."""
+    rows = []
+    for line in values["lines"]:
+        for one in sorted(line["estimates"], key=lambda one: one["strategy"], reverse=True):
+            sizes = (f"{one[name] / 1e6:.1f} MB" for name in ("forward_bytes", "backward_bytes", "link_bytes"))
+            messages = f"{one['messages']:,}, {one['backward_messages']:,}"
+            seconds = (f"{1e3 * one[name]:.1f} ms" for name in ("compute_seconds", "seconds"))
+            rows.append((f"{line['ranks']:,}", one["strategy"], *sizes, messages, f"{one['imbalance']:.4f}", *seconds))
+    of_bytes = ("forward", "backward", "one link")
+    head = ("ranks", "strategy", *of_bytes, "messages forward, backward", "imbalance", "computation", "both passes")
+    return markdown(head, rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
@@ -195,20 +250,15 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "blocks": ("blocks.json", blocks),
     "slide-encoder": ("slide_encoder.json", slide_encoder),
     "training-memory": ("training_memory.json", training_memory),
-    "sharded-states": ("sharded_states.json", sharded_states),
     "gpu": ("gpu/bench/bench.json", gpu),
     "host": ("host.json", host),
     "recall": ("recall.json", recall),
     "transformers-memory": ("transformers_memory.json", transformers_memory),
-    "claims": ("claims.json", claims),
-    "parallel-bytes": ("parallel.json#traffic", rank_tables.parallel_bytes),
-    "parallel-memory": ("parallel.json#memory", rank_tables.parallel_memory),
-    "parallel-balance": ("parallel.json#balance", rank_tables.parallel_balance),
-    "scale-plan": ("scale.json#plan", rank_tables.scale_plan),
-    "scale-planning": ("scale.json#plan", rank_tables.scale_planning),
-    "scale-calls": ("scale.json#call", rank_tables.scale_calls),
-    "scale-rounds": ("scale.json#rounds", rank_tables.scale_rounds),
-    "scale-links": ("scale.json#links", rank_tables.scale_links),
+    "parallel-bytes": ("parallel.json#traffic", parallel_bytes),
+    "parallel-memory": ("parallel.json#memory", parallel_memory),
+    "parallel-balance": ("parallel.json#balance", parallel_balance),
+    "planner": ("planner.json", planner),
+    "scale-plan": ("parallel.json#billion", scale_plan),
 }
 """File of results, with its section, and what writes the table."""
 OLDER = "older-figures"

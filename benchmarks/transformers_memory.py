@@ -1,4 +1,4 @@
-"""Peak memory and time of a Llama with attn_implementation="dilated", "sdpa" and "eager", each in a new process.
+"""Peak memory and time of a Llama with attn_implementation="dilated" and "sdpa", each in a new process.
 
     python -m benchmarks.transformers_memory
 
@@ -32,8 +32,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "use_cache": False,
 }
-LARGEST_MASK = 4 << 30  # maximum bytes of a dense mask or dense scores
-Name = Literal["dilated", "sdpa", "eager"]
+Name = Literal["dilated", "sdpa"]
 CallName = Literal["forward", "training step", "forward, padded"]
 
 
@@ -43,12 +42,12 @@ class TransformersMemory(Study):
 
     lengths: tuple[int, ...] = (4096, 16384, 65536)
     """Tokens of a text."""
-    attentions: tuple[Name, ...] = ("dilated", "sdpa", "eager")
+    attentions: tuple[Name, ...] = ("dilated", "sdpa")
     """The attentions that are measured."""
     calls: tuple[CallName, ...] = ("forward", "training step", "forward, padded")
     """What is measured."""
     most_dense: int = 65536
-    """Longest text of the others than dilated."""
+    """Longest text with sdpa, whose mask of a padded text has N x N bytes."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """Where the model is."""
 
@@ -61,10 +60,8 @@ class Point:
     call: str
     tokens: int
     peak_bytes: int | None
-    """Peak memory above weights and tokens; None if it was not measured."""
-    seconds: float | None
-    reason: str = ""
-    """Why it was not measured."""
+    """Peak memory above weights and tokens; None where it cannot be read."""
+    seconds: float
 
 
 def pattern_up_to(length: int) -> DilatedPattern:
@@ -100,13 +97,6 @@ def check_equality() -> float:
         for attention in ("dilated", "sdpa")
     )
     return float((ours - plain)[mask.bool()].abs().max())
-
-
-def largest_tensor(attention: str, call: str, tokens: int) -> int:
-    """Bytes of the implementation's N x N tensors."""
-    if attention == "eager":
-        return 4 * SIZES["num_attention_heads"] * tokens**2
-    return tokens**2 if attention == "sdpa" and call == "forward, padded" else 0
 
 
 def measured(attention: str, call: str, tokens: int, device: str, threads: int) -> Point:
@@ -164,12 +154,7 @@ def measure(given: TransformersMemory) -> dict[str, Any]:
     for call, tokens, attention in itertools.product(given.calls, given.lengths, given.attentions):
         if attention != "dilated" and tokens > given.most_dense:
             continue
-        needed = largest_tensor(attention, call, tokens)
-        if needed > LARGEST_MASK:
-            reason = f"needs {needed / 1e9:.0f} GB for N x N numbers"
-            points.append(Point(attention, call, tokens, None, None, reason))
-        else:
-            points.append(in_new_process(measured, attention, call, tokens, *where))
+        points.append(in_new_process(measured, attention, call, tokens, *where))
         print(points[-1], flush=True)
     kinds = ("bounded", "the model's own")
     return {

@@ -144,10 +144,8 @@ ROWS = [
     Row(r"torchrun .* train .*", plan_of_ranks, "planned for as many ranks; tests/training starts them"),
     Row(r"torchrun( --nnodes 1:2)?( --max-restarts( N)?)?", None, A_NAME),
     Row(r"torchrun .*examples/parallel_attention\.py", one_rank, "on one rank"),
-    Row(r"python -m benchmarks\.measured_code .*", None, "the command in it has a row: tests/benchmarks run a small one"),
     Row(r"python -m benchmarks\.(gpu|architectures).*", help_of_benchmark, "minutes; tests run its steps"),
     Row(r"python -m benchmarks\.\w+.*", benchmark),
-    Row(r"python -m dilated_attention_pytorch\.benchmarks\.page .*", None, "reads a run of a GPU: tests/benchmarks have one"),
     Row(r"(PYTHONPATH=tests )?python -m (cli|training)\.\w+.*", None, "a part of it runs in the gate: it exists"),
     Row(r"python tests/.*\.py.*", None, "hours, or many processes; a part of it runs in the gate: it exists"),
     Row(r"python examples/\w+\.py.*", None, "run whole by tests/examples/test_examples.py"),
@@ -339,7 +337,7 @@ def test_the_commands_of_the_package_run(world: Path, tmp_path: Path) -> None:
     assert ran(first, world, tmp_path) == []
 
 
-IN_EVERY_RUN = {f"benchmarks.{name}" for name in ("attention", "blocks", "checkpoints", "decoding", "slide_encoder")}
+IN_EVERY_RUN = {f"benchmarks.{name}" for name in ("attention", "blocks", "decoding", "slide_encoder")}
 """Those of the README's tables; the tiny forms of all of them take a quarter of an hour."""
 
 

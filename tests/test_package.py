@@ -20,7 +20,7 @@ from dilated_attention_pytorch.installation import install_command
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 ROOT = Path(__file__).parents[1]
-ORDER = ["patterns", "planning", "kernels", "ops"]
+ORDER = ["patterns", "plan", "kernels", "ops"]
 # What each part may import, beside itself.
 ALLOWED = {
     **{
@@ -29,7 +29,7 @@ ALLOWED = {
     },
     "selection": {
         "patterns",
-        "planning",
+        "plan",
         "ops",
         "estimate",
         "data_sheets",
@@ -40,8 +40,8 @@ ALLOWED = {
         "output",
     },
     "nn": {*ORDER, "legacy", "precision", "selection", "tracing"},
-    "models": {*ORDER, "nn", "installation", "legacy"},
-    "slides": {"errors", "machine", "memory", "models", "output", "training"},
+    "models": {*ORDER, "nn", "parallel", "installation", "legacy", "tracing"},
+    "slides": {*ORDER, "errors", "installation", "machine", "memory", "models", "output", "tracing", "training"},
     "chart_page": set(),
     "errors": set(),
     "data_sheets": set(),
@@ -115,7 +115,18 @@ ALLOWED = {
     "legacy/attention": {"nn", "parallel"},
     "legacy/makers": {"nn", "parallel", "patterns"},
     "legacy/transformer": {"models", "nn"},
-    "__init__": {"integrations", "legacy", "models", "nn", "ops", "patterns", "interrupt", "parent", "waiting"},
+    "__init__": {
+        "integrations",
+        "legacy",
+        "models",
+        "nn",
+        "ops",
+        "patterns",
+        "slides",
+        "interrupt",
+        "parent",
+        "waiting",
+    },
     "__main__": {"cli"},
 }
 PUBLIC = {
@@ -144,9 +155,8 @@ PUBLIC = {
     "kernels": set(),
     "legacy": set(),
     "models": {
-        "LongNetCache", "LongNetConfig", "LongNetEncoder", "LongNetEncoderDecoder", "LongNetLM", "SlideEmbeddings",
-        "SlideEncoder", "SlideEncoderConfig", "generate", "generate_naive", "load_slide_encoder", "pack_slides",
-        "released_segment_lengths", "tile_grid",
+        "LongNetCache", "LongNetConfig", "LongNetEncoder", "LongNetEncoderDecoder", "LongNetLM", "generate",
+        "generate_naive",
     },
     "nn": {
         "AdaptiveBlockAttention", "DilatedAttention", "DynamicDilatedAttention", "DynamicMultiheadDilatedAttention",
@@ -166,12 +176,15 @@ PUBLIC = {
         "hierarchical", "local_window", "pattern_from_expression", "pattern_from_spec", "per_head", "random_blocks",
         "strided_blocks",
     },
-    "planning": set(),
+    "plan": set(),
     "selection": {
         "Choice", "DynamicSegmentSelector", "Estimate", "Hardware", "Profile", "Rates", "SegmentSelectionConfig",
         "Workload", "find_breaks", "read_hardware", "snap_boundaries",
     },
-    "slides": {"EmbedSettings", "Embedder", "Outcome", "Slide", "read_slide"},
+    "slides": {
+        "EmbedSettings", "Embedder", "Outcome", "Slide", "SlideEmbeddings", "SlideEncoder", "SlideEncoderConfig",
+        "load_slide_encoder", "pack_slides", "read_slide", "released_segment_lengths", "tile_grid",
+    },
     "training": {
         "ExtensionOutcome", "ExtensionSettings", "Outcome", "PRESETS", "RunError", "TrainSettings", "extend", "resume",
         "resume_extension", "train",

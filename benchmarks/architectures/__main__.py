@@ -7,14 +7,15 @@ python -m benchmarks.architectures --page               # the page of the docs f
 
 from __future__ import annotations
 
-import json
+import argparse
 import time
 from collections import Counter
+from pathlib import Path
 
 import torch
 
-from benchmarks.measured_code import is_stale
-from benchmarks.options import parse, parser_of
+from benchmarks.measured_code import is_current, read_all
+from benchmarks.study import file_of_results
 from dilated_attention_pytorch.benchmarks.results import module_command, origin
 from dilated_attention_pytorch.output import write_text
 
@@ -26,14 +27,17 @@ from .verdict import NOT_APPLICABLE, Verdict
 
 def main() -> None:
     """The command."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="one model type, in seconds: checks the command")
+    parser.add_argument("--output", type=Path, help="file of the results (default: benchmarks/results)")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types to judge; other rows of this code stay")
     parser.add_argument("--missing", action="store_true", help="judge what has no row yet, after a stop for example")
     parser.add_argument("--page", action="store_true", help="judge nothing, write the page of the docs")
     parser.add_argument("--afresh", action="store_true", help="search inputs anew, not first those of the file's rows")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time (default: %(default)s)")
-    arguments = parse(parser, RESULTS.name)
-    file = arguments.output
+    arguments = parser.parse_args()
+    read_all()
+    file = file_of_results(arguments.output, RESULTS.name, is_tiny=arguments.tiny, is_if_stale=False)
     old_origin, old = read_results(file) if file.exists() else ({}, [])
     if arguments.page:
         write_text(PAGE, page(old_origin, old))
@@ -46,7 +50,7 @@ def main() -> None:
     rows = {_kind(row): row for row in old}
     wanted = set(kinds)
     recipes = {} if arguments.afresh else {kind: row.recipe for kind, row in rows.items() if row.recipe}
-    if file.exists() and is_stale(json.loads(file.read_text(encoding="utf-8"))):
+    if not is_current(file):
         rows = {}
     if arguments.only:
         kinds = [kind for kind in kinds if kind.model_type in arguments.only]

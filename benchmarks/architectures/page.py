@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measured_code import code
-from benchmarks.options import RESULTS as RESULTS_FOLDER
+from benchmarks.study import RESULTS as RESULTS_FOLDER
 from dilated_attention_pytorch.output import write_text
 
 from .verdict import NEITHER, NOT_APPLICABLE, REFUSED, WORKS, Verdict

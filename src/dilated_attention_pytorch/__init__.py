@@ -18,7 +18,7 @@ end_command_with_launcher(os.environ, sys.orig_argv)
 # How threads wait is settled when torch is imported, which everything below does.
 choose_waiting(os.environ, sys.orig_argv)
 
-from . import legacy
+from . import legacy, slides  # noqa: F401 - slides registers its output for torch.export
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
 from .nn import MultiheadDilatedAttention, MultiheadPatternAttention
 from .ops import AttentionOutput, attend, attend_with_lse, dilated_attention, merge

@@ -16,7 +16,7 @@ from typing import Any
 NAME = "dilated-attention-pytorch"
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "8bit": ("bitsandbytes>=0.46",),
-    "bench": ("matplotlib>=3.8", "rich>=13", "tyro>=1.0"),
+    "bench": ("rich>=13", "tyro>=1.0"),
     "data": ("pyarrow>=18",),
     "deepspeed": ("deepspeed>=0.19.6",),
     "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0", "ruff>=0.12"),

@@ -1,9 +1,12 @@
-"""A decorator for functions whose result torch.compile treats as a constant."""
+"""What torch.compile takes for a constant, and what it checks when the graph runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,3 +19,18 @@ def constant_of_graph(function: Callable[P, R]) -> Callable[P, R]:
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
+
+
+def require(holds: Tensor, error: type[Exception], message: str, details: Callable[[], str] = str) -> None:
+    """Raise ``error`` unless a bool tensor is True: now, or as an assertion when the graph that is being traced runs.
+
+    Args:
+        holds: bool, without dimensions.
+        error: class of the error.
+        message: what the error says.
+        details: the end of the message, of values that only the host can read; empty in a graph.
+    """
+    if torch.compiler.is_compiling() or holds.is_meta:
+        torch._assert_async(holds, message)
+    elif not bool(holds):
+        raise error(message + details())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -120,3 +121,14 @@ def test_the_gate_passes_what_is_right_and_finds_what_is_wrong(monkeypatch: pyte
 
     (record,) = gate(contestant(broken))
     assert [sentence.partition(": ")[2] for sentence in record["wrong"]] == ["RuntimeError: no such kernel"] * 3
+
+
+def test_it_needs_no_package_beyond_those_of_the_benchmark() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('tyro', 'matplotlib', 'transformers', 'accelerate', 'safetensors'):\n"
+        "    sys.modules[name] = None\n"
+        "import benchmarks.gpu\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

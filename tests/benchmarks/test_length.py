@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.length import CONTESTANTS, LENGTHS
-from benchmarks.options import RESULTS
+from benchmarks.study import RESULTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "length.md").read_text()
 RECORDS = {record["contestant"]: record for record in json.loads((RESULTS / "length.json").read_text())["results"]}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,9 @@ from benchmarks.measured_code import (
     files_of,
     is_stale,
     meaning,
+    read_all,
 )
-from benchmarks.options import parse, parser_of, write_results
+from benchmarks.study import file_of_results, write_results
 
 from benchmarks import measured_code
 
@@ -88,49 +87,32 @@ def test_the_digest_is_of_the_code_at_the_start_of_the_command(tmp_path: Path, m
     file = tmp_path / "ops" / "attend.py"
     monkeypatch.setattr(measured_code, "PACKAGE", tmp_path)
     monkeypatch.setattr(measured_code, "FOLDERS", dict.fromkeys(GROUPS, ("ops",)))
-    monkeypatch.setattr(sys, "argv", ["speed", "--output", str(tmp_path)])
+    results = tmp_path / "speed.json"
     caches = (digest, files_of, measured_code._text_of)
     digests = []
     for before, after in (("x = 1", "x = 2"), ("x = 1", "x = 1"), ("x = 2", "x = 2")):
         for cache in caches:
             cache.cache_clear()
         file.write_text(before)
-        words = parse(parser_of(None), "speed.json")
+        read_all()
         file.write_text(after)
         measured_code._meaning_of.cache_clear()
-        write_results(words.output, "attention", {})
-        digests.append(json.loads(words.output.read_text())["code"]["digest"])
+        write_results(results, "attention", {})
+        digests.append(json.loads(results.read_text())["code"]["digest"])
     for cache in caches:
         cache.cache_clear()
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_results_of_todays_code_are_not_measured_again_where_that_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_todays_code_are_not_measured_again_where_that_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "speed.json"
-    monkeypatch.setattr(sys, "argv", ["speed", "--if-stale", "--output", str(file)])
-    assert parse(parser_of(None), "speed.json").output == file
+    assert file_of_results(file, "speed.json", is_tiny=False, is_if_stale=True) == file
     write_results(file, "attention", {"machine": {}})
     with pytest.raises(SystemExit) as left:
-        parse(parser_of(None), "speed.json")
+        file_of_results(file, "speed.json", is_tiny=False, is_if_stale=True)
     assert left.value.code == 0
     file.write_text(json.dumps({"machine": {}, "code": {"group": "attention", "digest": "0"}}))
-    assert parse(parser_of(None), "speed.json").output == file
-    file.write_text(json.dumps({"machine": {}, "code": code("attention")}))
-    fail = [sys.executable, "-c", "raise SystemExit(1)"]
-    monkeypatch.setattr(
-        sys, "argv", ["measured_code", "--if-stale", "attention", str(tmp_path / "x"), str(file), *fail]
-    )
-    measured_code.main()
-
-
-def test_a_command_that_knows_no_digests_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, results = tmp_path / "tune.json", tmp_path / "tuning.json"
-    write = shlex.join([sys.executable, "-c", f"open({str(file)!r}, 'w').write('{{\"machine\": {{}}}}')"])
-    monkeypatch.setattr(sys, "argv", ["measured_code", "selection", str(file), str(results), *shlex.split(write)])
-    measured_code.main()
-    assert json.loads(results.read_text()) == {"machine": {}, "code": code("selection")}
+    assert file_of_results(file, "speed.json", is_tiny=False, is_if_stale=True) == file
 
 
 @functools.cache
@@ -181,14 +163,13 @@ def test_every_folder_of_a_group_has_code(group: str) -> None:
 
 
 def test_a_folder_with_a_dot_takes_the_results_and_one_that_cannot_be_written_is_refused_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "results.v2").mkdir()
     (tmp_path / "a-file").touch()
 
     def output(text: str) -> Path:
-        monkeypatch.setattr(sys, "argv", ["x", "--output", str(tmp_path / text)])
-        return Path(parse(parser_of(""), "x.json").output)
+        return file_of_results(tmp_path / text, "x.json", is_tiny=False, is_if_stale=False)
 
     assert output("results.v2") == tmp_path / "results.v2" / "x.json"
     assert output("y.json") == tmp_path / "y.json"

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,10 @@ from rich.console import Console
 
 from dilated_attention_pytorch.benchmarks import measure, results, run
 from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contestant
-from dilated_attention_pytorch.benchmarks.limits import Limits, limit_by_highest
 from dilated_attention_pytorch.benchmarks.results import Row
 from dilated_attention_pytorch.benchmarks.run import RESULTS_NAME
 from dilated_attention_pytorch.benchmarks.settings import BenchSettings
 from dilated_attention_pytorch.benchmarks.shapes import SHAPES, Case
-
-PNG = b"\x89PNG"
 
 
 def dry_run(output: Path, **options: Any) -> tuple[dict[str, Any], str]:
@@ -32,58 +30,35 @@ def dry_run(output: Path, **options: Any) -> tuple[dict[str, Any], str]:
     return json.loads((output / RESULTS_NAME).read_text()), console.file.getvalue()
 
 
-def test_a_run_leaves_a_table_results_and_plots(tmp_path: Path) -> None:
+def test_a_run_leaves_tables_and_results(tmp_path: Path) -> None:
     values, said = dry_run(tmp_path, shapes=("three",), modes=("forward_backward",))
     assert values["complete"]
     assert values["machine"]["command"] == "the command"
     assert values["machine"]["versions"]["torch"] == torch.__version__
     by_name = {row["contestant"]: row for row in values["rows"] if row["status"] == "timed"}
-    assert {"ours, aten", "ours, reference", "published route", "dense SDPA"} <= by_name.keys()
+    assert {"ours, aten", "published route", "dense SDPA"} <= by_name.keys()
     for row in by_name.values():
         assert len(row["samples"]) == 3
         assert set(row["errors"]) == {"out", "grad_query", "grad_key", "grad_value"}
-        assert row["limits"]["matrix_product_flops"] > 0
         assert row["flops_per_second"] == pytest.approx(row["flops"] / row["median_seconds"])
-    for name in ("time.png", "limit.png"):
-        assert (tmp_path / name).read_bytes().startswith(PNG)
     for words in (
         "ours, aten",
         "published route",
         "dense SDPA (all pairs)",
-        "limits: highest rates measured around a case",
         "this was a dry run",
     ):
         assert words in said
-    assert {path.name for path in tmp_path.iterdir()} == {RESULTS_NAME, "time.png", "limit.png", "page.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {RESULTS_NAME, "page.md"}
 
 
-def test_no_row_passes_its_limit_and_none_on_a_cpu_needs_a_gpu(tmp_path: Path) -> None:
-    values, said = dry_run(tmp_path / "all", shapes=("three", "decode"))
-    timed = [row for row in values["rows"] if row["status"] == "timed"]
-    assert len(timed) > 5
-    assert {row["contestant"]: row["of_limit"] for row in timed if row["of_limit"] > 1.05} == {}
+def test_none_on_a_cpu_needs_a_gpu(tmp_path: Path) -> None:
+    values, _ = dry_run(tmp_path / "all", shapes=("three", "decode"))
+    assert sum(row["status"] == "timed" for row in values["rows"]) > 5
     assert not {entry.name for entry in CONTESTANTS if entry.needs_gpu} & {row["contestant"] for row in values["rows"]}
-    assert "limits: highest rates" in said
     values, _ = dry_run(tmp_path / "named", shapes=("three",), rows=(40,), contestants=("dense SDPA, flash",))
     assert {row["reason"] for row in values["rows"]} == {
         "PyTorch's flash and cuDNN attention compute in float16 and bfloat16 on CUDA devices"
     }
-
-
-def test_the_limit_of_all_rows_is_the_highest_rate_of_the_run() -> None:
-    rows = [
-        Row(
-            case=SHAPES["three"].case(rows=4096),
-            contestant=f"measured at {rate}",
-            computes="dense",
-            status="timed",
-            samples=[1.0],
-            limits=Limits(rate, 1e30),
-        )
-        for rate in (1e9, 4e9, 2e9)
-    ]
-    limit_by_highest(rows)
-    assert [row.limit_seconds for row in rows] == [rows[0].case.flops("dense") / 4e9] * 3
 
 
 def test_everyone_without_a_time_has_a_sentence(tmp_path: Path) -> None:
@@ -130,18 +105,16 @@ def test_who_is_wrong_or_fails_gets_a_sentence_and_no_time_and_stops_nobody(
 
 def test_what_would_take_too_long_is_left_out_with_a_sentence() -> None:
     from dilated_attention_pytorch.benchmarks.clock import Clock
-    from dilated_attention_pytorch.benchmarks.limits import Probe
 
     clock = Clock(torch.device("cpu"))
-    probe = Probe(clock, torch.float32, is_dry=True)
-    case = SHAPES["three"].case(rows=1 << 14)
+    case = replace(SHAPES["three"], rows=1 << 14)
     for limits, words in (
         ({"call_limit": 1e-9, "ends_at": math.inf}, "--call-limit is 1e-09 s"),
         ({"call_limit": 1e9, "ends_at": -math.inf}, "the --time-limit of the run was reached"),
     ):
         budget = measure.Budget(seconds_each=0.0, **limits)
         dense = [entry for entry in CONTESTANTS if entry.name == "dense SDPA"]
-        (row,) = measure.measure_case(case, dense, clock, probe, budget, lambda what: lambda: None)
+        (row,) = measure.measure_case(case, dense, clock, 1e12, budget, lambda what: lambda: None)
         assert row.status == "skipped"
         assert words in row.reason
 
@@ -177,32 +150,10 @@ def test_results_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert json.loads(file.read_text()) == {"a": 1}
 
 
-def test_time_that_doubles_with_the_rows_has_growth_1() -> None:
-    rows = [
-        Row(case=SHAPES["three"].case(rows=n), contestant=name, computes="pattern", status="timed", samples=[n**x])
-        for n in (1000, 2000, 8000)
-        for name, x in (("linear", 1.0), ("square", 2.0))
-    ]
-    assert sorted(results.growth(rows).values()) == pytest.approx([1.0, 2.0])
-
-
-def test_the_run_compares_itself_with_an_earlier_one(tmp_path: Path) -> None:
-    options = {"shapes": ("three",), "contestants": ("dense",)}
-    dry_run(tmp_path / "old", **options)
-    file = tmp_path / "old" / RESULTS_NAME
-    values = json.loads(file.read_text())
-    for row in values["rows"]:
-        row["samples"] = [1e6] * 3
-    file.write_text(json.dumps(values | {"dry_run": False}))
-    _, said = dry_run(tmp_path / "new", compare=file, **options)
-    assert "2 of 2 times moved beyond noise" in said
-    assert "moved since" in said
-
-
-def test_it_runs_where_only_torch_rich_and_matplotlib_are_installed(tmp_path: Path) -> None:
+def test_it_runs_where_only_torch_and_rich_are_installed(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "for name in ('tyro', 'transformers', 'accelerate', 'safetensors', 'tensorboard'):\n"
+        "for name in ('tyro', 'matplotlib', 'transformers', 'accelerate', 'safetensors', 'tensorboard'):\n"
         "    sys.modules[name] = None\n"
         f"sys.argv[1:] = ['--shapes', 'three', '--dry-run', '--output', {str(tmp_path / 'out')!r}]\n"
         "import runpy\n"

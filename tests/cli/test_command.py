@@ -160,14 +160,16 @@ def test_the_reader_of_the_output_may_go_away(run: Path) -> None:
     assert said == b""
 
 
-def test_bench_prints_times_and_writes_results_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_times_and_writes_results_and_their_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(
         ["bench", "--shapes", "three", "--contestants", "aten", "dense", "--dry-run", "--output", str(tmp_path / "new")]
     )
     said = capsys.readouterr().out
     for words in ("ours, aten", "dense SDPA", "this was a dry run", "bench.json"):
         assert words in said
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"bench.json", "page.md", "time.png", "limit.png"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"bench.json", "page.md"}
 
 
 def test_info_names_every_implementation_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:

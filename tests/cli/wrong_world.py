@@ -18,8 +18,6 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.wrong_command_lines import ROWS
-from dilated_attention_pytorch.benchmarks.results import FORMAT
-from dilated_attention_pytorch.benchmarks.shapes import SHAPES
 from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.manifest import sealed
@@ -133,14 +131,4 @@ def make_world(world: Path) -> Path:
     for name, values in (("foreign", foreign), ("unfit", unfit), ("contrary", contrary)):
         (copy("finished", name) / "manifest.json").unlink()
         change(world / name / "config.json", **values)
-
-    name = SHAPES["three"].case(rows=8192).name
-    no_limits = {"limits": None, "limit_seconds": 1.0}
-    elsewhere = {"format": FORMAT, "dry_run": False, "machine": {"processor": "another"}}
-    for file, values in (
-        ("dry.json", {"dry_run": True}),
-        ("other-cases.json", {"rows": [{"name": "a call", "contestant": "x", "samples": [1.0], **no_limits}]}),
-        ("other-machine.json", {"rows": [{"name": name, "contestant": "x", "samples": [1.0], **no_limits}]}),
-    ):
-        (world / file).write_text(json.dumps(elsewhere | values))
     return world

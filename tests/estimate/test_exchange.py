@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.sent_bytes import SentBytes, count_sent_bytes
 from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention_pytorch.estimate.exchange import exchanges
@@ -16,6 +15,7 @@ from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.distribution import Distribution
 from ranks import run_ranks
+from benchmarks.sent_bytes import SentBytes, count_sent_bytes
 
 _ROWS = 211
 

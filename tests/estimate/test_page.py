@@ -12,7 +12,7 @@ import pytest
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.estimate import Device, longest_context, plan_run
-from dilated_attention_pytorch.estimate.batch_rows import with_length
+from dilated_attention_pytorch.estimate.batch import with_length
 from dilated_attention_pytorch.estimate.memory import footprint
 from dilated_attention_pytorch.estimate.page import PARTS, SECONDS, Pictures, page, pictures_of
 from dilated_attention_pytorch.training import PRESETS

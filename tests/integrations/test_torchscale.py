@@ -330,7 +330,7 @@ REFUSED = [
     (lambda: with_scale(torch.ones(3)), "one scale for each pair"),
     (lambda: layer([8, 9], [2], embed_dim=4, num_heads=2), "equally long"),
     (lambda: layer("[8,", "[2]", embed_dim=4, num_heads=2), "not a list of integers"),
-    (lambda: layer("8 * 2", "[2]", embed_dim=4, num_heads=2), "are no valid pattern"),
+    (lambda: layer("8 * 2", "[2]", embed_dim=4, num_heads=2), "are not a valid pattern"),
     (lambda: layer([8.0], [2], embed_dim=4, num_heads=2), "must hold integers"),
     (lambda: with_attribute("num_heads", 3), "num_heads must divide embed_dim"),
     (lambda: with_attribute("num_heads", None), "integers embed_dim and num_heads"),

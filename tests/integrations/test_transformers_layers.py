@@ -424,7 +424,7 @@ def test_a_causal_layer_without_a_mask_is_what_sdpa_makes_of_it(monkeypatch: pyt
 def test_a_mask_of_other_columns_than_the_keys_is_refused() -> None:
     attention = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
     query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="LlamaAttention brought 7 keys with a mask of 9 columns"):
+    with pytest.raises(NotImplementedError, match="LlamaAttention passed 7 keys with a mask of 9 columns"):
         dilated_attention_forward(attention, query, query[:, :3], query[:, :3], a_mask(9))
 
 

@@ -141,7 +141,7 @@ def test_a_bounded_cache_is_not_for_another_attention() -> None:
         BoundedCache(model.config)
     with torch.no_grad():
         model(draw(1, 9), past_key_values=cache)
-        with pytest.raises(RuntimeError, match="told of 9 tokens in layer 0, and its attention brought 0"):
+        with pytest.raises(RuntimeError, match="saw 9 tokens in layer 0, and its attention 0"):
             model(draw(1, 9), past_key_values=cache)
 
 

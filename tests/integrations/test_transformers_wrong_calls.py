@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"layer 2 of this model keeps is a DummyLayer|2 layers of .* keep none of their own",
     ),
     "bounded cache of two calls": (
-        lambda: twice(), NotImplementedError, "told of 12 tokens in layer 0, and its attention brings token 24",
+        lambda: twice(), NotImplementedError, "saw 12 tokens in layer 0, and its attention reaches token 24",
     ),
 }  # fmt: skip
 

@@ -237,7 +237,7 @@ def test_recomputed_blocks_give_the_same_gradients(make_config: MakeConfig) -> N
         block.register_forward_pre_hook(lambda *_: calls.append(1))
     source, target, grads = tokens(2, 23), tokens(2, 13), []
     for is_recomputed in (True, False):
-        model.config.gradient_checkpointing = model.encoder.config.gradient_checkpointing = is_recomputed
+        model.gradient_checkpointing = model.encoder.gradient_checkpointing = is_recomputed
         calls.clear()
         grads.append(torch.autograd.grad(model(source, target).square().sum(), list(model.parameters())))
         assert len(calls) == (8 if is_recomputed else 4)
@@ -271,10 +271,10 @@ def test_matrices_begin_with_the_gains_of_magneto(make_config: MakeConfig) -> No
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({}, ValueError, "either input_ids .*: got neither"),
-    ({"input_ids": tokens(1, 5), "inputs_embeds": torch.zeros(1, 5, 60)}, ValueError, "either input_ids .*: got both"),
+    ({}, ValueError, "input_ids must be .*, got None"),
+    ({"input_ids": tokens(1, 5), "inputs_embeds": torch.zeros(1, 5, 60)}, ValueError, "exclude each other: got both"),
     ({"input_ids": torch.zeros(1, 5)}, ValueError, r"token numbers, got torch.float32 of shape \(1, 5\)"),
-    ({"inputs_embeds": torch.zeros(1, 5, 59)}, ValueError, r"\[batch, sequence, 60\], got shape \(1, 5, 59\)"),
+    ({"inputs_embeds": torch.zeros(1, 5, 59)}, ValueError, r"sequence, 60\], got .* shape \(1, 5, 59\)"),
     ({"input_ids": tokens(1, 5), "attention_mask": torch.ones(1, 4)}, ValueError, r"shape \(1, 5\) .*, got \(1, 4\)"),
     ({"input_ids": tokens(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])}, NotImplementedError, "2 runs in row 0"),
     ({"input_ids": tokens(1, 3), "attention_mask": torch.zeros(1, 3)}, ValueError, "got none in row 0"),

@@ -23,8 +23,6 @@ from dilated_attention_pytorch.models import (
     LongNetEncoderDecoder,
     LongNetForCausalLM,
     LongNetLM,
-    SlideEncoder,
-    SlideEncoderConfig,
 )
 from dilated_attention_pytorch.nn import (
     AdaptiveBlockAttention,
@@ -33,6 +31,7 @@ from dilated_attention_pytorch.nn import (
     MultiheadPatternAttention,
 )
 from dilated_attention_pytorch.patterns import DilatedPattern, local_window
+from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
 
 ROWS = 17
 PATTERN = DilatedPattern([8, 16], [1, 2])

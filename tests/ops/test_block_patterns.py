@@ -9,8 +9,8 @@ import torch
 
 from dilated_attention_pytorch import Pattern, attend, from_block_mask, local_window, random_blocks, strided_blocks
 from dilated_attention_pytorch.kernels import fused
-from dilated_attention_pytorch.planning.geometry import Partial
-from dilated_attention_pytorch.planning.plan import CallShape, plan
+from dilated_attention_pytorch.plan.geometry import Partial
+from dilated_attention_pytorch.plan.planner import CallShape, plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

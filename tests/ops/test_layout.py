@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, dilated_attention, models, parallel
+from dilated_attention_pytorch import (
+    DilatedPattern,
+    attend,
+    attend_with_lse,
+    dilated_attention,
+    models,
+    parallel,
+    slides,
+)
 from dilated_attention_pytorch import nn as nn_package
 from dilated_attention_pytorch.integrations import MultiheadReplacement, QkvReplacement
 from dilated_attention_pytorch.models import LongNetConfig
@@ -112,8 +120,8 @@ X = torch.randn(2, 5, 260)
 
 
 def slide_embeddings() -> torch.Tensor:
-    config = models.SlideEncoderConfig(feature_dim=3, embed_dim=260, num_layers=1, num_heads=65, ffn_dim=8)
-    return models.SlideEncoder(config)(torch.randn(2, 5, 3), torch.zeros(2, 5, 2)).layers[:, 0, None].expand(2, 5, 260)
+    config = slides.SlideEncoderConfig(feature_dim=3, embed_dim=260, num_layers=1, num_heads=65, ffn_dim=8)
+    return slides.SlideEncoder(config)(torch.randn(2, 5, 3), torch.zeros(2, 5, 2)).layers[:, 0, None].expand(2, 5, 260)
 
 
 KNOW_THEIR_HEADS: dict[str, Callable[[], torch.Tensor]] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import parallel
-from dilated_attention_pytorch.planning import rounds
+from dilated_attention_pytorch.plan import rounds
 from ranks import mesh_of
 from support.drawn import DENSE, DrawnCall, block_calls, calls, examples
 from support.oracle import Groups, dense_attention

@@ -29,7 +29,7 @@ from dilated_attention_pytorch import DilatedPattern, parallel
 from dilated_attention_pytorch.parallel import communicator
 from dilated_attention_pytorch.parallel.groups import wait_at_most
 from dilated_attention_pytorch.parallel.monitor import InGroup
-from dilated_attention_pytorch.planning import rounds
+from dilated_attention_pytorch.plan import rounds
 
 TIMEOUT_SECONDS = 10.0
 """Of the process groups. What the ranks compute between two exchanges takes less on any machine."""
@@ -191,18 +191,6 @@ def _stops_in_a_sub_group(rank: Rank) -> None:
     while True:
         rank.call()
         dist.all_reduce(torch.ones(3), group=mesh.get_group("data"))
-
-
-def _poisons_and_dies(rank: Rank) -> None:
-    """It writes into the store what no rank would, and the other ranks find out nevertheless that it has died."""
-    rank.call()
-    if rank.is_culprit:
-        store = dist.distributed_c10d._get_default_store()
-        group = rank.mesh.get_group().group_name
-        for key in ("failures/1", "failures/2", "state/0", "state/2", f"call/{group}/2"):
-            store.set(f"dilated_attention_pytorch/{key}", b"\xff\x00 10**9")
-        rank.fault(_die)
-    rank.call()
 
 
 def _tells_another_to_end(rank: Rank) -> None:
@@ -367,7 +355,6 @@ CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
     "stops, two axes, backward": (4, 2, "gather", functools.partial(_stops_in, is_backward=True, num_axes=2)),
     "stops, unseen by the transport": (4, 3, "ring", _stops_unseen_by_the_transport),
     "stops, sub-group": (4, 3, "ring", _stops_in_a_sub_group),
-    "poisons the store and dies": (3, 1, "ring", _poisons_and_dies),
     "tells another to end": (3, 1, "ring", _tells_another_to_end),
     "dies while others wait": (3, 1, "heads", _dies_while_others_wait),
     "holds the store and dies": (3, 0, "ring", _dies),
@@ -425,7 +412,6 @@ AT_ONCE = {
     "refuses, heads",
     "holds the store and dies",
     "holds the store and refuses",
-    "poisons the store and dies",
     "dies while others wait",
     "dies before its first call",
     "dies, all refused before",

@@ -14,7 +14,7 @@ from dilated_attention_pytorch.models.cache_index import CacheIndex
 from dilated_attention_pytorch.models.generation import read_prompt
 from dilated_attention_pytorch.parallel import RankFailure, count_traffic
 from dilated_attention_pytorch.parallel.generation import RankShare
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.plan.layout import Layout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 29,

@@ -14,7 +14,7 @@ from dilated_attention_pytorch.parallel.communicator import Communicator
 
 
 def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends first cost gloo up to 1.7 times the time over slow links (``benchmarks.links``)."""
+    """Sends first cost gloo up to 1.7 times the time over slow links."""
     posted: list[tuple[object, int, Tensor]] = []
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **to: (op, to["group_peer"], tensor))
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or [])

@@ -51,7 +51,6 @@ NAMED: dict[str, str] = {
     "stops, two axes, forward": NO_ANSWER,
     "stops, two axes, backward": NO_ANSWER,
     "stops, unseen by the transport": f"{NO_ANSWER}.*no sign of life for 10 s",
-    "poisons the store and dies": NO_ANSWER,
     "dies while others wait": NO_ANSWER,
     "computes for long": "rank 1 is alive, but takes no part: it computes for longer than .*made there: 1",
     "computes for long, two axes": "rank 3 is alive, but takes no part: it computes for longer than .*made there: 1",
@@ -61,7 +60,7 @@ NAMED: dict[str, str] = {
     "dies, all refused before": NO_ANSWER,
     "skips backward, heads": LEFT_OUT,
     "repeats an old call": "rank 1 has is_causal True, rank 0 has False",
-    "skips backward and ends": "rank 1 came to an end while others waited",
+    "skips backward and ends": "rank 1 ended while others waited",
 }
 OTHERS = ("dies, sub-group", "stops, sub-group", "disagrees", "tells another to end")
 # A fault that is in every run under another strategy, or on fewer axes.
@@ -170,11 +169,11 @@ def check_sub_group(case: str, ranks: list[dict[str, Any]], figure: Any) -> None
 
 def check_told(ranks: list[dict[str, Any]], figure: Any) -> None:
     """A rank that is told to end while it waits says first what it waited for, and all say the same."""
-    told = r"rank 2 was told to end \(SIGTERM\) while sending keys around the ring \(with rank 1\)"
+    told = r"rank 2 received SIGTERM while sending keys around the ring \(with rank 1\)"
     assert [rank.get("code") for rank in ranks] == [1, 1, -signal.SIGTERM], ranks
     for rank in ranks[:2]:
         assert re.search(told, said(rank)["message"]), rank
-    lines = [line for line in ranks[2]["stderr"].splitlines() if re.match(f"rank 2: told to end.*: {told}", line)]
+    lines = [line for line in ranks[2]["stderr"].splitlines() if re.match(f"rank 2: received SIGTERM.*: {told}", line)]
     assert len(lines) == 1, ranks[2]
     figure("failure, rank 2 is told to end while it waits for rank 1", lines[0])
 
@@ -220,5 +219,5 @@ def says(folder: Path) -> bool:
     named, text = NO_ANSWER.format(culprit=1), (folder / "err").read_text()
     files = [folder / f"{rank}.jsonl" for rank in (0, 2)]
     raised = [file.exists() and named in file.read_text() for file in files]
-    printed = [re.search(rf"rank {rank}: told to end \(SIGTERM\) while .*: {named}", text) for rank in (0, 2)]
+    printed = [re.search(rf"rank {rank}: received SIGTERM while .*: {named}", text) for rank in (0, 2)]
     return all(by_error or in_words for by_error, in_words in zip(raised, printed, strict=True))

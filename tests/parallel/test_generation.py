@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.models import generate_naive
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.plan.layout import Layout
 from parallel.generation_cases import CASES, LONG, OPTIONS, SIZES, draw, held_bytes, model_of, run_all
 from parallel.ranks import run_ranks
 

@@ -48,7 +48,7 @@ def test_only_who_was_heard_is_missed() -> None:
     for _ in range(10):
         heartbeats.look({1: b"of an earlier life", 2: b"of an earlier life"}, (), 1.0)
     assert heartbeats.silent(1.0) == []
-    heartbeats.has_met([1, 3, 7])
+    heartbeats.expect([1, 3, 7])
     heartbeats.look({1: b"of an earlier life", 2: b"of an earlier life"}, (), 1.0)
     assert heartbeats.silent(1.0) == [1, 3]
 

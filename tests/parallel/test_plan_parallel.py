@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.estimate import parallel as plan
-from dilated_attention_pytorch.planning import rounds
-from dilated_attention_pytorch.planning.exchange import exchange
-from dilated_attention_pytorch.planning.layout import Shards, shard_runs
-from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import gathered_rows, ring_links
+from dilated_attention_pytorch.plan import rounds
+from dilated_attention_pytorch.plan.exchange import exchange
+from dilated_attention_pytorch.plan.layout import Shards, shard_runs
+from dilated_attention_pytorch.plan.shards import ShardedCall
+from dilated_attention_pytorch.plan.traffic import gathered_rows, ring_links
 from drawn_shards import ShardedCase, counted_traffic, draw_cases, planned
 from ranks import run_ranks
 from support.oracle import Rule

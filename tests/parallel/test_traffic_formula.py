@@ -11,11 +11,11 @@ import torch
 from dilated_attention_pytorch import DilatedPattern, Pattern, global_tokens, local_window, parallel, random_blocks
 from dilated_attention_pytorch.parallel import ring
 from dilated_attention_pytorch.parallel.shipment import num_rows
-from dilated_attention_pytorch.planning.exchange import exchange
-from dilated_attention_pytorch.planning.layout import Layout, Shards
-from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import ring_links, sent_rows
+from dilated_attention_pytorch.plan.exchange import exchange
+from dilated_attention_pytorch.plan.layout import Layout, Shards
+from dilated_attention_pytorch.plan.pairs import num_pairs
+from dilated_attention_pytorch.plan.shards import ShardedCall
+from dilated_attention_pytorch.plan.traffic import ring_links, sent_rows
 
 HEADS, HEAD_DIM = 12, 5
 ROWS = 384  # of a rank

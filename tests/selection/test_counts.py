@@ -14,7 +14,7 @@ from dilated_attention_pytorch.estimate.attention import peak_bytes, tile_elemen
 from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.tiles import tiles_of
-from dilated_attention_pytorch.planning.plan import CallShape, plan
+from dilated_attention_pytorch.plan.planner import CallShape, plan
 from dilated_attention_pytorch.selection import Hardware, SegmentSelectionConfig, Workload
 from dilated_attention_pytorch.selection.cost import FEATURES, features, nominal_rates
 from dilated_attention_pytorch.selection.selector import candidates, coverage, diversity

@@ -9,7 +9,7 @@ import h5py
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig
+from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
 
 WIDTH, SIZE = 12, 512
 CONFIG = SlideEncoderConfig(feature_dim=WIDTH, embed_dim=32, num_layers=2, ffn_dim=48)

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models import load_slide_encoder
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings
+from dilated_attention_pytorch.slides import Embedder, EmbedSettings, load_slide_encoder
 from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits
 from slides.made_slides import SIZE, WIDTH, checkpoint, tiles_of, write_hdf5

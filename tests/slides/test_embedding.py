@@ -21,8 +21,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models import SlideEncoder, SlideEncoderConfig, load_slide_encoder
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings, read_slide, store
+from dilated_attention_pytorch.slides import (
+    Embedder,
+    EmbedSettings,
+    SlideEncoder,
+    SlideEncoderConfig,
+    load_slide_encoder,
+    read_slide,
+    store,
+)
 from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits, measure_limits
 from dilated_attention_pytorch.slides.store import Store
@@ -183,7 +190,7 @@ def test_the_same_command_keeps_what_is_there_and_embeds_what_changed_or_was_rem
     assert code_of("embed", moved, *words[2:]) == 1
     said = capsys.readouterr()
     assert "2 slides of 302 tiles embedded" in said.out
-    assert f"{damaged} is there, and no embedding that `embed` wrote, or a damaged one: it is not replaced" in said.err
+    assert f"{damaged} is not an embedding that `embed` wrote, or it is damaged; it is not replaced" in said.err
     damaged.unlink()
     assert code_of("embed", moved, *words[2:]) == 0
     assert "1 slides of 17 tiles embedded" in capsys.readouterr().out
@@ -499,7 +506,11 @@ def test_a_name_that_no_embedding_can_have_is_skipped_and_the_rest_goes_on(
     kind: str, weights: Path, tmp_path: Path
 ) -> None:
     longest = 255 - len("..part") - len(kind) - 1
-    names = {"é" * (longest // 2): None, os.fsdecode(b"\xff"): "no UTF-8", "x" * (longest + 1): "too long by 1 bytes"}
+    names = {
+        "é" * (longest // 2): None,
+        os.fsdecode(b"\xff"): "not valid UTF-8",
+        "x" * (longest + 1): "too long by 1 bytes",
+    }
     for name in names:
         write_hdf5(tmp_path / "features" / f"{name}.h5", *tiles_of(4, 0), patch_size_level0=SIZE)
     os.mkfifo(tmp_path / "features" / "pipe.h5")

@@ -32,14 +32,18 @@ from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.query_gradients import query_gradient_kernel
 from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
 
-POINTERS = {
+TYPES = {
     **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
     **dict.fromkeys(("LSE", "GRAD_LSE", "DELTA", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"),
+    "TILES": ("*i32", "*i32", "*i32"),
     "PADDING": "*u8",
-    "SEED": "*i64",
+    "DROPOUT": ("*i64", "i32", "fp32"),
+    "scale_log2": "fp32",
+    "scales": ("fp32", "fp32"),
 }
-"""Types of the operands that are not of the dtype of the call."""
-FLOATS = ("scale", "scale_log2", "keep_scale")
+"""Types of the operands that are neither tensors of the dtype of the call nor integers."""
+STRIDED = ("QUERY", "KEY", "VALUE", "GRAD_OUT")
+"""Tensors with the strides of sequences, rows and heads."""
 PATTERN = DilatedPattern([2048, 8192], [1, 4])
 BOTH = DilatedPattern([256, 2048], [1, 3], tail="zero_padded") + local_window(100)
 
@@ -70,36 +74,54 @@ def calls() -> Iterator[tuple[str, Problem]]:
 def launches(problem: Problem) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The kernels of a call with the keywords of their launches, for the first candidate of each."""
     plan, is_decoding = plan_of(problem), isinstance(problem.query_offset, Tensor)
-    parts = [(plan.forward, forward_kernel, {})]
+    parts = [(plan.forward, forward_kernel)]
     if not is_decoding:
-        parts += [(plan.query_gradient, query_gradient_kernel, {"HAS_GRAD_LSE": True})]
-        parts += [(plan.key_gradient, key_gradient_kernel, {})]
-    for part, kernel, more in parts:
+        parts += [(plan.query_gradient, query_gradient_kernel)]
+        parts += [(plan.key_gradient, key_gradient_kernel)]
+    for part, kernel in parts:
         walk = part.walk(part.choice.candidates[0], part.num_splits if is_decoding else 1)
         yield order_kernel, part.order.keywords
         yield runs_kernel, walk.planning.keywords
-        yield kernel, walk.computing.keywords | more
+        yield kernel, walk.computing.keywords
     block_d, head_dim = plan.kind.block_d, plan.kind.head_dim
     yield merge_splits_kernel, {"D": head_dim, "BLOCK_D": block_d, "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
 
 
+def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
+    """Types of optional operands that the call has not: a launch gives any tensor for them, the queries."""
+    types: dict[str, Any] = {}
+    if problem.cu_seqlens is None:
+        types["CU_SEQLENS"] = dtype
+    if problem.key_padding_mask is None:
+        types["PADDING"] = dtype
+    if problem.dropout_seed is None:
+        types["DROPOUT"] = (dtype, "i32", "fp32")
+    return types
+
+
 def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: str) -> Any:
-    """A kernel as machine code; arguments without constants are tensors in capitals, sizes and strides."""
+    """A kernel as machine code; arguments without constants are tensors, in capitals, and sizes."""
     options = {name: keywords[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in keywords}
     constants = {name: value for name, value in keywords.items() if name in kernel.arg_names}
     dtype = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[problem.query.dtype]
+    types = TYPES | _types_of_absent(problem, dtype)
+    if problem.dropout_seed is None and "GRAD_LSE" in kernel.arg_names:
+        constants["GRAD_LSE"] = None
     on_device = ("offset", "query_offset") if isinstance(problem.query_offset, Tensor) else ()
-    signature, hints = {}, {}
+    signature: dict[str, Any] = {}
+    hints = {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name.isupper():
-            signature[name] = POINTERS.get(name, dtype)
+        elif name in STRIDED:
+            signature[name] = (dtype, "i32", "i32", "i32")
         else:
-            signature[name] = "*i64" if name in on_device else "fp32" if name in FLOATS else "i32"
+            signature[name] = types.get(name, dtype if name.isupper() else "*i64" if name in on_device else "i32")
         # As Triton would find at launch: pointers and strides of whole rows are multiples of 16.
-        if name not in constants and (name.isupper() or "stride" in name):
-            hints[(index,)] = [["tt.divisibility", 16]]
+        parts = signature[name] if isinstance(signature[name], tuple) else None
+        for at, one in enumerate(parts or (signature[name],)):
+            if (one.startswith("*") and name not in on_device) or name in STRIDED:
+                hints[(index, at) if parts else (index,)] = [["tt.divisibility", 16]]
     is_amd = target.startswith("gfx")
     device = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     return triton.compile(ASTSource(kernel, signature, constants, hints), target=device, options=options)

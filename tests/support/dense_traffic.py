@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning import rounds
-from dilated_attention_pytorch.planning.exchange import exchange
-from dilated_attention_pytorch.planning.heads import Heads
-from dilated_attention_pytorch.planning.layout import Layout, Shards
-from dilated_attention_pytorch.planning.shards import ShardedCall, gather_groups
+from dilated_attention_pytorch.plan import rounds
+from dilated_attention_pytorch.plan.exchange import exchange
+from dilated_attention_pytorch.plan.heads import Heads
+from dilated_attention_pytorch.plan.layout import Layout, Shards
+from dilated_attention_pytorch.plan.shards import ShardedCall, gather_groups
 from support.drawn import DrawnCall
 
 

@@ -69,7 +69,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
 
 def without_checks_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runs begin without the checks of packages and trackers."""
-    monkeypatch.setattr(preflight, "TRAINING", dataclasses.replace(preflight.TRAINING, settings=()))
+    monkeypatch.setattr(preflight, "check_settings", lambda settings: None)
 
 
 def record_samples(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -107,7 +107,7 @@ def open_run(folder: Path) -> OpenRun:
     return OpenRun(
         folder=folder,
         run_id="of-a-test",
-        start=Start(checkpoint=None, left={}),
+        start=Start(checkpoint=None, rejected={}),
         lease=None,
         staging=staging_folder(folder, "of-a-test"),
         console=quiet(),

@@ -93,7 +93,7 @@ def test_a_pickle_that_a_strangers_manifest_speaks_for_is_refused_in_words_and_n
     shutil.rmtree(run / f"checkpoint-{OLD}")
     torch.save({"state": Payload(tmp_path / "canary")}, run / f"checkpoint-{NEW}" / name)
     seal_again(run / f"checkpoint-{NEW}")
-    with pytest.raises(RunError, match=f"{name} is no state of a training run, and was not unpickled"):
+    with pytest.raises(RunError, match=f"{name} is not a state of a training run, and was not unpickled"):
         resume(run, quiet())
     assert not (tmp_path / "canary").exists()
 

@@ -12,8 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import TrainingArguments
 
 from dilated_attention_pytorch.models import token_loss
-from dilated_attention_pytorch.training import arguments as training_arguments
-from dilated_attention_pytorch.training import train
+from dilated_attention_pytorch.training import run_trainer, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from training.runs import quiet, write_texts
 from training.spread_runs import small_settings
@@ -36,7 +35,7 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(
     def with_backend(**given: Any) -> TrainingArguments:
         return TrainingArguments(**given, **({"torch_compile_backend": backend} if given["torch_compile"] else {}))
 
-    monkeypatch.setattr(training_arguments, "TrainingArguments", with_backend)
+    monkeypatch.setattr(run_trainer, "TrainingArguments", with_backend)
     texts = write_texts(tmp_path / "texts")
     losses = []
     torch.compiler.reset()

@@ -103,5 +103,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot be read: Is a directory"):
         read_configuration(tmp_path)
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(RunError, match="is no TOML"):
+    with pytest.raises(RunError, match="is not TOML"):
         read_configuration(tmp_path / "bytes.toml")

@@ -37,16 +37,16 @@ from dilated_attention_pytorch.training import (
     resume_extension,
 )
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.context_measure import bits_of_tokens
-from dilated_attention_pytorch.training.corpus import Text, read_corpus
+from dilated_attention_pytorch.training.data.corpus import Text, read_corpus
+from dilated_attention_pytorch.training.data.windows import EvaluationWindows, StagedBatches, TrainingWindows
+from dilated_attention_pytorch.training.evaluation import bits_of_tokens
 from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
+from dilated_attention_pytorch.training.pretrained import load_tokenizer, tokenized
 from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.run_checkpoints import RunCheckpoints
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.stages import Stages, stage_ends
-from dilated_attention_pytorch.training.tokens import load_tokenizer, tokenized
-from dilated_attention_pytorch.training.windows import EvaluationWindows, StagedBatches, TrainingWindows
 from training.broken_runs import break_at
 from training.damage import Payload
 from training.runs import change_sealed, quiet, seal_again, stop_after, weights
@@ -530,10 +530,10 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
     state = (checkpoint / "optimizer.pt").read_bytes()
     (checkpoint / "optimizer.pt").write_bytes(state[: len(state) // 2])
     with monkeypatch.context() as patch:
-        patch.setattr(extension, "_go", lambda run, record, device: run)
+        patch.setattr(extension, "_go", lambda run, device: run)
         taken: Any = resume_extension(run, quiet())
         assert taken.opened.start.checkpoint == older
-        assert list(taken.opened.start.left) == [checkpoint.name]
+        assert list(taken.opened.start.rejected) == [checkpoint.name]
     shutil.rmtree(older)
     with pytest.raises(RunError, match=r"optimizer\.pt is damaged"):
         resume_extension(run, quiet())
@@ -545,7 +545,7 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
         resume_extension(run, quiet())
     for damage in ({"kind": "other"}, {"measured": {**record["measured"], "replaced": {"by_position": [1.0]}}}):
         change_sealed(run / "training.json", **{**record, **damage})
-        with pytest.raises(RunError, match="describes no such run"):
+        with pytest.raises(RunError, match="describes no run"):
             resume_extension(run, quiet())
     change_sealed(run / "training.json", **{**record, "model": {**record["model"], "more": 3}})
     with pytest.raises(RunError, match=r"foreign checkpoint: .*\(more differ\)"):

@@ -23,11 +23,10 @@ from dilated_attention_pytorch.memory import is_out_of_memory
 from dilated_attention_pytorch.training import RunError, TrainSettings, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, publish
-from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.measures import WorkDone
-from dilated_attention_pytorch.training.trainer import LongNetTrainer
+from dilated_attention_pytorch.training.trainer import ExtensionTrainer, LongNetTrainer
 from training.broken_runs import break_at
 from training.runs import quiet, stop_after, tiny_settings, weights
 
@@ -75,7 +74,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_checkpoint_waits
 
     def take_and_tell(self: LongNetTrainer, *args: Any, **options: Any) -> Tensor:
         if self.state.global_step == 6:
-            assert not list(self.place.folder.glob("checkpoint-*"))
+            assert not list(self.run.folder.glob("checkpoint-*"))
             step_done.set()
         return take(self, *args, **options)
 

@@ -18,9 +18,9 @@ from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.training import RunError, TrainSettings, resume, run_trainer, train
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.data.byte_count import ByteCount
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.faults import read_faults
+from dilated_attention_pytorch.training.measures import ByteCount
 from dilated_attention_pytorch.training.preflight import check_processes
 from training.broken_runs import break_at
 from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights

@@ -21,10 +21,10 @@ from transformers import Trainer
 
 from dilated_attention_pytorch.training import RunError, lease, resume, train
 from dilated_attention_pytorch.training import checkpoint as checkpoint_module
-from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import STAGING, file_names, latest_checkpoint, staging_folder
 from dilated_attention_pytorch.training.lease import HOLDER_NAME, LEASE_NAME, Lease
+from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from support.processes import TESTS, end_whole, environment
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
@@ -291,7 +291,7 @@ def test_a_job_that_is_overtaken_at_any_moment_of_publishing_removes_nothing_of_
             count = _moments(patch, overtake, moment)
             staged = staging_folder(run, own.token) / "checkpoint-60"
             _write_checkpoint(staged, "ours")
-            options: dict[str, Any] = {"run_id": "run", "processes": 1, "keep": 2, "left": ["checkpoint-60"]}
+            options: dict[str, Any] = {"run_id": "run", "processes": 1, "keep": 2, "rejected": ["checkpoint-60"]}
             try:
                 checkpoint_module.publish(staged, run, check=own.check, **options)
             except (RunError, OSError) as error:
@@ -320,10 +320,10 @@ def test_a_job_that_wakes_up_inside_publishing_leaves_its_successors_checkpoints
     def stage_and_wake(self: Trainer, *args: Any) -> None:
         stage(self, *args)
         if self.state.global_step == 8:
-            before = _contents(self.place.staging), _contents(run / "checkpoint-6")
+            before = _contents(self.run.staging), _contents(run / "checkpoint-6")
             os.kill(job.pid, signal.SIGCONT)
             said.append(job.communicate(timeout=300)[1])
-            assert (_contents(self.place.staging), _contents(run / "checkpoint-6")) == before
+            assert (_contents(self.run.staging), _contents(run / "checkpoint-6")) == before
             assert all(before)
 
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
@@ -349,7 +349,7 @@ def test_a_run_whose_folder_is_gone_says_so(tmp_path: Path, monkeypatch: pytest.
 
         def take_and_remove(self: RunTrainer, *args: Any, at: int = step, take: Any = take, **options: Any) -> Any:
             if self.state.global_step == at:
-                self.place.folder.rename(self.place.folder.with_name("elsewhere"))
+                self.run.folder.rename(self.run.folder.with_name("elsewhere"))
             return take(self, *args, **options)
 
         with monkeypatch.context() as patch:
@@ -370,7 +370,7 @@ def test_what_a_killed_publishing_left_is_removed_when_the_run_is_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "_remove", lambda paths, check: None)
-        patch.setattr(training_run, "save_finished", be_killed)
+        patch.setattr(OpenRun, "save_finished", be_killed)
         with pytest.raises(KeyboardInterrupt):
             train(settings, run, quiet())
     assert len(list(run.glob("checkpoint-*"))) == 3

@@ -123,7 +123,7 @@ def test_every_entry_of_the_loss_says_how_fast_how_much_memory_and_how_often(tmp
 def test_a_log_that_is_taken_up_has_no_step_twice(tmp_path: Path) -> None:
     def take_up(step: int) -> list[float]:
         work = WorkDone(tokens_after=int, bytes_after=float, flops_after=int)
-        Metrics(tmp_path, step, work=work, device=torch.device("cpu"), matrix_product_flops=1e9, trackers=())
+        Metrics(tmp_path, step, work=work, device=torch.device("cpu"), matrix_product_flops=1e9, receivers=())
         return [entry["step"] for entry in read_metrics(tmp_path)]
 
     assert take_up(0) == [0]

@@ -16,12 +16,12 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch.training import RunError, model_evaluation, train
-from dilated_attention_pytorch.training.corpus import read_corpus
+from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.evaluated_model import EvaluatedModel
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
-from dilated_attention_pytorch.training.outcome import Outcome
 from dilated_attention_pytorch.training.recall import CUE_LETTERS, NEEDLE_LETTERS, associations, needle
+from dilated_attention_pytorch.training.record import Outcome
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.runs import quiet, tiny_settings, write_texts
 
@@ -131,7 +131,7 @@ def test_a_model_that_copies_recalls_everything_and_one_that_does_not_recalls_no
         )
         monkeypatch.setattr(model_evaluation, "open_model", lambda *given, opened=opened: opened)
         monkeypatch.setattr(model_evaluation, "row_logits", lambda model: None)
-        monkeypatch.setattr("dilated_attention_pytorch.training.context_measure.row_logits", lambda model: None)
+        monkeypatch.setattr("dilated_attention_pytorch.training.evaluation.row_logits", lambda model: None)
         settings = EvalSettings(lengths=(256, 512), windows=1, recall_texts=2, precision="float32", device="cpu")
         file = evaluate_model("x", settings, tmp_path / f"{name}.json", quiet())
         results[name] = json.loads(file.read_text())

@@ -14,7 +14,7 @@ import torch
 
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.offload_files import check_folder, load_operator
-from dilated_attention_pytorch.training.spreading import spread_anew
+from dilated_attention_pytorch.training.spreading import respread
 from support.processes import TESTS
 from training.compared import distances, losses
 from training.runs import quiet, weights, write_texts
@@ -79,7 +79,9 @@ def test_states_in_files_train_what_one_process_trains(tmp_path: Path, figure: A
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libaio is of Linux")
 def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RunError, match=r"--offload-folder .*missing is no folder; name one on a disk of this machine"):
+    with pytest.raises(
+        RunError, match=r"--offload-folder .*missing is not a folder; name one on a disk of this machine"
+    ):
         check_folder(tmp_path / "missing")
     with pytest.raises(RunError, match=r"--offload-folder /proc/self: no files can be written there \("):
         check_folder(Path("/proc/self"))
@@ -115,6 +117,6 @@ def test_without_the_operator_a_run_with_files_is_refused(monkeypatch: pytest.Mo
 def test_a_run_that_goes_on_without_files_drops_their_folder() -> None:
     settings = small_settings(Path("x"), offload_folder=Path("/files"), **FILES, **HALF)
     for changes in ({"data_parallel": "ddp"}, {"offload": "parameters"}):
-        assert spread_anew(settings, 2, 2, changes).offload_folder is None
-    assert spread_anew(settings, 2, 1, {}).offload_folder is None
-    assert spread_anew(settings, 2, 2, {"workers": 1}).offload_folder == Path("/files")
+        assert respread(settings, 2, 2, changes).offload_folder is None
+    assert respread(settings, 2, 1, {}).offload_folder is None
+    assert respread(settings, 2, 2, {"workers": 1}).offload_folder == Path("/files")

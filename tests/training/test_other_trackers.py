@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from rich.console import Console
 
 from dilated_attention_pytorch.training import RunError, train
@@ -54,9 +55,10 @@ def test_wandb_writes_an_offline_run_of_every_figure(tmp_path: Path, monkeypatch
     wandb.teardown()  # what it read of the environment before
     settings = tiny_settings(tmp_path, track=("wandb",))
     check_trackers(settings)
-    with tracking(settings, open_run(tmp_path)) as (tracker,):
-        tracker.log(2, {"loss": 1.5, "mfu": 0.25})
-        tracker.log(4, {"loss": 1.25})
+    PartialState()  # as transformers' trainer makes it
+    with tracking(settings, open_run(tmp_path)) as trackers:
+        trackers.log(2, {"loss": 1.5, "mfu": 0.25})
+        trackers.log(4, {"loss": 1.25})
     wandb.teardown()  # the process that writes has ended
     found = [(entry["_step"], entry["loss"], entry.get("mfu")) for entry in wandb_history(tmp_path)]
     assert found == [(2, 1.5, 0.25), (4, 1.25, None)]
@@ -77,9 +79,9 @@ def test_wandb_without_a_login_is_refused_before_the_run(tmp_path: Path, monkeyp
 def test_mlflow_holds_every_figure_once_where_a_run_goes_on(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, track=("mlflow",))
     for steps in ((2, 4), (4, 6)):
-        with tracking(settings, open_run(tmp_path)) as (tracker,):
+        with tracking(settings, open_run(tmp_path)) as trackers:
             for step in steps:
-                tracker.log(step, {"loss": 1.0 / step, "mfu": 0.25})
+                trackers.log(step, {"loss": 1.0 / step, "mfu": 0.25})
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     (experiment,) = [found for found in client.search_experiments() if found.name == "dilated-attention"]
     (run,) = client.search_runs([experiment.experiment_id])
@@ -112,7 +114,10 @@ def test_an_mlflow_server_that_goes_away_is_given_up_and_the_run_goes_on(
     settings = tiny_settings(write_texts(tmp_path / "texts"), steps=3, track=("mlflow",))
     assert train(settings, tmp_path / "run", said).step == 3
     assert isinstance(said.file, io.StringIO)
-    assert said.file.getvalue().count("--track mlflow is given up, as it does not answer (API request to http://") == 1
+    assert (
+        said.file.getvalue().count("--track mlflow is dropped, as its server does not respond (API request to http://")
+        == 1
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,7 +51,7 @@ def test_bfloat16_is_chosen_where_it_is_in_hardware(
     ({"context_parallel": 4, "heads_parallel": 4}, 4, "--heads-parallel 4 splits 2 heads"),
     ({"context_parallel": 16, "context_length": 8}, 16, "fewer rows than --context-parallel 16 has processes"),
     ({"tensor_parallel": 4}, 4, "got --model.num-kv-heads 2; choose a divisor of it"),
-    ({"tensor_parallel": 2}, 4, "beside 2 groups of processes .* add --data-parallel fsdp"),
+    ({"tensor_parallel": 2}, 4, "with 2 groups of processes .* add --data-parallel fsdp"),
     ({"context_parallel": 2, "compile": True}, 2, "--compile is for a model whose weights and rows one process has"),
 ])  # fmt: skip
 def test_processes_that_do_not_fit_are_refused(changes: dict[str, Any], num_processes: int, message: str) -> None:

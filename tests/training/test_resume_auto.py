@@ -66,7 +66,7 @@ def test_what_lies_there_is_looked_at_as_before(settings: TrainSettings, finishe
     record = (finished.run / "training.json").read_text()
     try:
         change_sealed(finished.run / "training.json", corpus={})
-        with pytest.raises(RunError, match="describes no such run"):
+        with pytest.raises(RunError, match="describes no run"):
             train(settings, finished.run, quiet(), may_resume=True)
     finally:
         (finished.run / "training.json").write_text(record)

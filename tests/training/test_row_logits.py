@@ -23,8 +23,8 @@ from transformers import (
 
 from dilated_attention_pytorch.models import token_loss
 from dilated_attention_pytorch.training import ExtensionSettings
-from dilated_attention_pytorch.training.extension_trainer import ExtensionTrainer
 from dilated_attention_pytorch.training.row_logits import row_logits
+from dilated_attention_pytorch.training.trainer import ExtensionTrainer
 from training.runs import open_run
 
 SIZES: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_the_step_of_a_trainer_is_that_with_whole_logits(
     ]
     batches[0]["labels"][1, 5:] = -100
     args = TrainingArguments(str(tmp_path), use_cpu=True, gradient_accumulation_steps=accumulated, report_to=[])
-    place = open_run(tmp_path)
+    run = open_run(tmp_path)
     found = {}
     for name, parts in (("whole", None), ("rows", row_logits(model))):
         if name == "rows":
@@ -81,7 +81,7 @@ def test_the_step_of_a_trainer_is_that_with_whole_logits(
             assert parts is not None
         options: dict[str, Any] = {"training": batches, "evaluation": batches, "data_collator": None}
         settings = ExtensionSettings(model="model")
-        trainer = ExtensionTrainer(settings=settings, model=model, args=args, place=place, **options)
+        trainer = ExtensionTrainer(settings=settings, model=model, args=args, run=run, **options)
         trainer.logits = parts
         trainer.current_gradient_accumulation_steps = accumulated
         model.zero_grad()

@@ -14,13 +14,13 @@ from dilated_attention_pytorch.estimate import parallel_choice
 from dilated_attention_pytorch.estimate.memory import Footprint
 from dilated_attention_pytorch.estimate.parallel_choice import choose_parallel
 from dilated_attention_pytorch.training import preflight
-from dilated_attention_pytorch.training.arguments import arguments
+from dilated_attention_pytorch.training.run_trainer import training_arguments
 from training.spread_runs import small_settings
 
 
 def test_wsd_rises_stays_and_falls_in_a_line(tmp_path: Path) -> None:
     settings = small_settings(tmp_path, schedule="wsd", warmup_fraction=0.2, decay_fraction=0.25, learning_rate=1.0)
-    args = arguments(settings, tmp_path, "cpu")
+    args = training_arguments(settings, tmp_path, "cpu")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     schedule = get_scheduler(
         args.lr_scheduler_type,

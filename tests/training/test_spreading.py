@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
-from dilated_attention_pytorch.training.spreading import spread_anew
+from dilated_attention_pytorch.training.spreading import respread
 from support.processes import TESTS, environment, run_whole, torchrun
 from training.compared import distances, losses, moments
 from training.runs import quiet, record_samples, samples_of, stop_after, stopped_run, write_texts
@@ -47,7 +47,7 @@ def test_a_step_takes_as_many_windows_on_any_number_of_processes(
     began_with, windows = sequences * context * tensor, batch * accumulation * sequences
     changes = {} if new_context is None else {"context_parallel": new_context}
     try:
-        spread = spread_anew(settings, began_with, processes, changes)
+        spread = respread(settings, began_with, processes, changes)
     except RunError:
         together = (new_context or math.gcd(context, max(1, processes // math.gcd(tensor, processes)))) * math.gcd(
             tensor, processes
@@ -68,7 +68,7 @@ def test_a_step_takes_as_many_windows_on_any_number_of_processes(
 def test_what_cannot_be_shared_says_what_can() -> None:
     settings = small_settings(Path("x"), batch_size=3, gradient_accumulation=2)
     with pytest.raises(RunError, match=r"takes 6 windows, which 4 groups .* go on with 1, 2, 3 or 6 processes"):
-        spread_anew(settings, 1, 4, {})
+        respread(settings, 1, 4, {})
 
 
 def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, Any], samples: Path) -> None:
@@ -122,7 +122,7 @@ def test_other_flags_than_those_that_spread_are_refused(tmp_path: Path, capsys: 
 
 def test_what_a_run_of_one_process_was_told_stays_when_other_things_change() -> None:
     settings = small_settings(Path("x"), data_parallel="zero1", offload="optimizer", optimizer="adamw")
-    spread = spread_anew(settings, 1, 1, {"workers": 1})
+    spread = respread(settings, 1, 1, {"workers": 1})
     assert (spread.data_parallel, spread.offload, spread.workers) == ("zero1", "optimizer", 1)
 
 
@@ -130,4 +130,4 @@ def test_a_batch_size_that_does_not_divide_a_step_is_refused() -> None:
     settings = small_settings(Path("x"), batch_size=2, gradient_accumulation=2)
     message = r"--batch-size 3 must divide the 4 windows that .*; take 1, 2 or 4"
     with pytest.raises(RunError, match=message):
-        spread_anew(settings, 1, 1, {"batch_size": 3})
+        respread(settings, 1, 1, {"batch_size": 3})

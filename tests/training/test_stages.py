@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.training import resume, train
-from dilated_attention_pytorch.training.corpus import read_corpus
+from dilated_attention_pytorch.training.data.corpus import read_corpus
+from dilated_attention_pytorch.training.data.windows import TrainingWindows
 from dilated_attention_pytorch.training.optimizer import build_optimizer
 from dilated_attention_pytorch.training.settings import TrainSettings
 from dilated_attention_pytorch.training.stages import Stages, StageSettings, stage_ends
-from dilated_attention_pytorch.training.windows import TrainingWindows
 from training.runs import quiet, stopped_run, tiny_settings, weights, write_texts
 
 PATTERNS = (

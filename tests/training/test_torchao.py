@@ -14,11 +14,16 @@ from torch import nn
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
-from dilated_attention_pytorch.training import RunError, small_weights, train
+from dilated_attention_pytorch.training import RunError, eight_bit, train
 from dilated_attention_pytorch.training.autocast import autocast
-from dilated_attention_pytorch.training.float8 import convert_to_float8
+from dilated_attention_pytorch.training.eight_bit import (
+    Weights,
+    convert_to_float8,
+    import_torchao,
+    make_small,
+    weight_bytes,
+)
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
-from dilated_attention_pytorch.training.small_weights import Weights, import_torchao, make_small, weight_bytes
 from training.runs import quiet, tiny_settings, write_texts
 
 KINDS: tuple[Weights, ...] = ("int8", "float8")
@@ -46,7 +51,7 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
     """max |w| / s = 127.5 becomes 127, and its negative -128: half a step away, as the worst of the others."""
     rows = matrix()
     step = (rows.abs().amax(dim=1, keepdim=True) / 127.5).clamp(min=2.0**-23)
-    small = small_weights._small(rows, "int8")
+    small = eight_bit._small(rows, "int8")
     assert small.qdata.dtype == torch.int8
     away = (small.dequantize() - rows).abs()
     # Products with the scale are rounded to float32.
@@ -57,7 +62,7 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
 def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step_at_most() -> None:
     rows = matrix()
     scale = rows.abs().amax(dim=1, keepdim=True) / 448
-    small = small_weights._small(rows, "float8")
+    small = eight_bit._small(rows, "float8")
     assert small.qdata.dtype == torch.float8_e4m3fn
     away = (small.dequantize() - rows).abs()
     assert bool((away <= torch.maximum(rows.abs() / 16, scale * 2.0**-10) * (1 + 1e-5)).all())

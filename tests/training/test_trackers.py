@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import math
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dilated_attention_pytorch.installation import install_command
-from dilated_attention_pytorch.training import RunError, TrainSettings, resume, trackers, train
+from dilated_attention_pytorch.training import RunError, TrainSettings, resume, train
+from dilated_attention_pytorch.training import trackers as trackers_module
 from dilated_attention_pytorch.training.callbacks import read_metrics
+from dilated_attention_pytorch.training.checkpoint import Start
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
 from support.processes import free_port
 from training.runs import open_run, quiet, stopped_run, tiny_settings, without_checks_of_settings, write_texts
@@ -54,6 +58,19 @@ def test_tensorboard_and_prometheus_hold_what_the_log_holds_after_a_restart_too(
     assert found["dilated_attention_mfu"] == figures_of(run, "mfu")[8]
 
 
+def test_tensorboard_holds_steps_that_a_resumed_run_repeats_once(tmp_path: Path) -> None:
+    PartialState()  # as transformers' trainer makes it
+    begun = open_run(tmp_path)
+    resumed = dataclasses.replace(begun, start=Start(checkpoint=tmp_path / "checkpoint-2", rejected={}))
+    for run, steps in ((begun, (1, 2, 3)), (resumed, (3, 4))):
+        with tracking(tiny_settings(tmp_path), run) as trackers:
+            for step in steps:
+                trackers.log(step, {"loss": 10.0 * len(steps) + step})
+    held = EventAccumulator(str(tmp_path / "tensorboard"))
+    held.Reload()
+    assert [(event.step, event.value) for event in held.Scalars("loss")] == [(1, 31), (2, 32), (3, 23), (4, 24)]
+
+
 def test_without_trackers_the_log_is_there_and_nothing_else(tmp_path: Path) -> None:
     settings = tiny_settings(write_texts(tmp_path / "texts"), steps=2, track=())
     run = train(settings, tmp_path / "run", quiet()).run
@@ -64,8 +81,8 @@ def test_without_trackers_the_log_is_there_and_nothing_else(tmp_path: Path) -> N
 def test_prometheus_is_served_while_the_run_lasts(tmp_path: Path) -> None:
     port = free_port()
     settings = tiny_settings(tmp_path, track=("prometheus",), prometheus_port=port)
-    with tracking(settings, open_run(tmp_path)) as (tracker,):
-        tracker.log(3, {"loss": 1.5})
+    with tracking(settings, open_run(tmp_path)) as trackers:
+        trackers.log(3, {"loss": 1.5})
         with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as answer:
             assert gauges(answer.read().decode())["dilated_attention_loss"] == 1.5
     check_trackers(settings)  # the port is free again
@@ -106,14 +123,20 @@ class _AwayAfter:
         self.answers, self.error = answers, error
         self.told: list[Any] = []
 
-    def open(self, settings: Any, place: Any) -> _AwayAfter:
-        return self._answer("open")
+    def replace(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have this opened as the tracker ``name``."""
+        opened = trackers_module._opened
+        monkeypatch.setattr(
+            trackers_module,
+            "_opened",
+            lambda wanted, *x: self._answer("open") if wanted == name else opened(wanted, *x),
+        )
 
-    def log(self, step: int, figures: Any) -> None:
+    def log(self, figures: Any, step: int) -> None:
         self._answer(step)
 
-    def close(self) -> None:
-        self._answer("close")
+    def finish(self) -> None:
+        self._answer("finish")
 
     def _answer(self, what: Any) -> _AwayAfter:
         if len(self.told) == self.answers:
@@ -138,8 +161,8 @@ def test_a_tracker_whose_server_goes_away_is_given_up_in_a_sentence_and_the_run_
         pass
 
     server = _AwayAfter(answers, ServerError("the server is away\nand more"))
-    monkeypatch.setitem(trackers._OPEN, "mlflow", server.open)
-    monkeypatch.setitem(trackers._FAILURES, "mlflow", lambda: (ServerError,))
+    server.replace("mlflow", monkeypatch)
+    monkeypatch.setattr(trackers_module, "_failures", lambda name: (ServerError,) if name == "mlflow" else ())
     without_checks_of_settings(monkeypatch)
     said = Console(file=io.StringIO(), width=1000)
     settings = tiny_settings(write_texts(tmp_path / "texts"), track=("mlflow", "tensorboard"))
@@ -148,8 +171,8 @@ def test_a_tracker_whose_server_goes_away_is_given_up_in_a_sentence_and_the_run_
     assert server.told == told
     assert isinstance(said.file, io.StringIO)
     sentence = (
-        "--track mlflow is given up, as it does not answer (the server is away); the run goes on without it, and "
-        "metrics.jsonl has all figures\n"
+        "--track mlflow is dropped, as its server does not respond (the server is away); the run goes on without it, "
+        "and metrics.jsonl has all figures\n"
     )
     assert said.file.getvalue().count(sentence) == said.file.getvalue().count("the server is away") == 1
     held = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -161,7 +184,7 @@ def test_an_error_of_a_tracker_that_is_none_of_its_server_is_not_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = _AwayAfter(1, ZeroDivisionError("a mistake of ours"))
-    monkeypatch.setitem(trackers._OPEN, "tensorboard", server.open)
+    server.replace("tensorboard", monkeypatch)
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
         train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "run", quiet())
 
@@ -189,7 +212,7 @@ def test_other_processes_than_the_first_track_nothing(tmp_path: Path, monkeypatc
     monkeypatch.setitem(os.environ, "RANK", "1")
     settings = tiny_settings(tmp_path, track=("tensorboard", "prometheus"))
     with tracking(settings, open_run(tmp_path)) as trackers:
-        assert list(trackers) == []
+        trackers.log(2, {"loss": 1.5})
     assert not any(tmp_path.iterdir())
 
 

@@ -82,6 +82,13 @@ class Clock:
             self._cycles_of_second = cycles / (float(begin.elapsed_time(end)) / 1e3)
         return int(seconds * self._cycles_of_second)
 
+    def product_rate(self, dtype: torch.dtype, *, is_dry: bool = False) -> float:
+        """Operations per second of a large square matrix product, the fastest of three; a dry run's is tiny."""
+        size = 128 if is_dry else 8192 if self.device.type == "cuda" else 2048
+        # Random numbers: a GPU that multiplies zeros draws less power and runs faster than on real data.
+        a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        return max(2 * size**3 / self.seconds(lambda: torch.mm(a, b)) for _ in range(3))
+
     def memory(self, call: Callable[[], tuple[Tensor, ...]]) -> tuple[int, int] | None:
         """Peak bytes of one call above the level before it: in total, and without results.
 

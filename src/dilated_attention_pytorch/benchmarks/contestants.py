@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +22,6 @@ from .shapes import Case, Computes
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps query, key and value to the output, all ``[B, N, heads, D]``."""
 
-_DENSE_SCORES_BYTES = 1 << 28
 _FLEX_ON_CPU_ROWS = 1024
 FLEX = "FlexAttention"
 """Name of the contestant that is compiled per shape."""
@@ -48,10 +44,6 @@ class Contestant:
 def _ours_refuses(case: Case, device: torch.device, *, impl: Impl) -> str | None:
     if impl == "triton" and is_interpreted():
         return "TRITON_INTERPRET is set: the interpreter checks the kernels, its time says nothing about them"
-    # Memory for counts, scores, probabilities and their gradients.
-    scores = 16 * case.batch * case.heads * case.num_queries * case.rows
-    if impl == "reference" and scores > _DENSE_SCORES_BYTES:
-        return f"it holds all N * M scores and their like: timed up to {_DENSE_SCORES_BYTES >> 20} MiB of them"
     return refusal(impl, device, case.torch_dtype, case.head_dim)
 
 
@@ -119,7 +111,7 @@ def _flex_refuses(case: Case, device: torch.device) -> str | None:
     if case.dtype == "float64":
         return "FlexAttention does not compute in float64"
     if case.block_density is not None and case.block_size != 128:
-        return "it is told blocks of 128 positions"
+        return "FlexAttention takes blocks of 128 positions here"
     if device.type == "cpu":
         if case.mode != "forward":
             return "FlexAttention has no backward on the CPU"
@@ -131,12 +123,9 @@ def _flex_refuses(case: Case, device: torch.device) -> str | None:
 
 
 def _prepare_flex(case: Case, operands: tuple[Tensor, Tensor, Tensor]) -> Attention:
-    from .flex import FlexBlocks, FlexPattern
+    from .flex import FlexCase
 
-    device = operands[0].device
-    if case.block_density is None:
-        return FlexPattern(case, device).attend
-    return FlexBlocks(case.pattern, case.rows, case.heads, case.kv_heads, is_causal=case.causal, device=device).attend
+    return FlexCase(case, operands[0].device).attend
 
 
 def _dense_refuses(case: Case, device: torch.device) -> str | None:
@@ -178,32 +167,6 @@ def _prepare_dense(
     return pinned
 
 
-_FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-"""Modules that contain ``flash_attn_func``, by FlashAttention version."""
-
-
-def _flash_attn_refuses(case: Case, device: torch.device, *, version: int) -> str | None:
-    name = _FLASH_MODULES[version]
-    if importlib.util.find_spec(name.partition(".")[0]) is None or importlib.util.find_spec(name) is None:
-        return f"the package of {name} is not installed"
-    if not _is_half_on_cuda(case, device):
-        return "FlashAttention computes in float16 and bfloat16 on CUDA devices"
-    return None
-
-
-def _prepare_flash_attn(case: Case, operands: tuple[Tensor, Tensor, Tensor], *, version: int) -> Attention:
-    flash_attn_func = importlib.import_module(_FLASH_MODULES[version]).flash_attn_func
-
-    def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Its causal mask is aligned to the last row, so a decoding step needs no special call.
-        result = flash_attn_func(query, key, value, causal=case.causal)
-        # Some versions also return the log-sum-exp.
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out
-
-    return flash
-
-
 def _ours(impl: Impl) -> Contestant:
     return Contestant(
         f"ours, {impl}",
@@ -224,25 +187,16 @@ def _pinned(name: str, backend: SDPBackend) -> Contestant:
     )
 
 
-def _flash_attn(version: int) -> Contestant:
-    return Contestant(
-        f"dense FlashAttention-{version}",
-        "dense",
-        functools.partial(_flash_attn_refuses, version=version),
-        functools.partial(_prepare_flash_attn, version=version),
-        needs_gpu=True,
-    )
-
-
 CONTESTANTS: tuple[Contestant, ...] = (
-    *(_ours(impl) for impl in get_args(Impl) if impl != "auto"),
+    _ours("triton"),
+    _ours("native"),
+    _ours("aten"),
     Contestant("ours, model cache", "pattern", _cache_refuses, _prepare_cache),
     Contestant("published route", "pattern", _published_refuses, _prepare_published),
     Contestant(FLEX, "pattern", _flex_refuses, _prepare_flex),
     Contestant("dense SDPA", "dense", _dense_refuses, _prepare_dense),
     _pinned("dense SDPA, flash", SDPBackend.FLASH_ATTENTION),
     _pinned("dense SDPA, cuDNN", SDPBackend.CUDNN_ATTENTION),
-    *(_flash_attn(version) for version in _FLASH_MODULES),
 )
 """All contestants, in table order."""
 

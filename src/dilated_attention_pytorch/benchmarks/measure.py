@@ -14,7 +14,6 @@ from dilated_attention_pytorch.errors import RunError
 from .clock import Clock, Timer
 from .contestants import FLEX, Attention, Contestant
 from .exactness import draw_samples, judge, sampled_gradient
-from .limits import Limits, Probe
 from .results import Row
 from .shapes import Case
 
@@ -25,7 +24,6 @@ Begin = Callable[[str], Callable[[], None]]
 OUT_OF_TIME = "the --time-limit of the run was reached"
 """Reason of rows that a resumed run will measure."""
 _FEWEST_CALLS, _MOST_CALLS = 3, 40
-_PROBES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,21 +78,29 @@ def measure_case(
     case: Case,
     contestants: Sequence[Contestant],
     clock: Clock,
-    probe: Probe,
+    rate: float,
     budget: Budget,
     begin: Begin,
     without: Sequence[str] = (),
 ) -> list[Row]:
     """One row per contestant; times only for those with correct outputs and, if timed, gradients.
 
-    ``without`` names contestants to leave out of this case. Contestants and the probe of the machine's limits are
-    timed in turn, so that a slowdown of the machine affects all of them.
+    Contestants are timed in turn, so that a slowdown of the machine affects all of them.
+
+    Args:
+        case: the call.
+        contestants: implementations to check and time.
+        clock: clock of the device.
+        rate: operations per second of a large matrix product, for the limit on calls.
+        budget: time limits.
+        begin: reports progress.
+        without: names of contestants to leave out of this case.
     """
     operands = case.operands(clock.device)
     rows, entries = [], []
     for contestant in contestants:
         over = begin(f"{case.shape} {case.mode} N={case.rows:,}: {contestant.name}")
-        reason = _reason_to_skip(case, contestant, clock, probe.at_first, budget, without)
+        reason = _reason_to_skip(case, contestant, clock, rate, budget, without)
         row, entry = _enter(case, contestant, operands, clock, budget, reason)
         rows.append(row)
         if row.status == "failed" and not is_alive(clock.device):
@@ -105,15 +111,9 @@ def measure_case(
     for turn in range(max((entry.repeats for entry in entries), default=0)):
         if turn >= _FEWEST_CALLS and time.monotonic() > budget.ends_at:
             break
-        if turn < _PROBES:
-            probe.sample(*{case.least_bytes(entry.row.computes) for entry in entries})
         for entry in entries:
             if turn < entry.repeats and entry.row.status == "timed":
                 _sample(entry, rows, clock.device)
-    if entries:
-        limits = probe.take()
-        for entry in entries:
-            entry.row.limits, entry.row.limit_seconds = limits, limits.seconds(case, entry.row.computes)
     return rows
 
 
@@ -175,7 +175,7 @@ def _enter(
 
 
 def _reason_to_skip(
-    case: Case, contestant: Contestant, clock: Clock, limits: Limits, budget: Budget, without: Sequence[str]
+    case: Case, contestant: Contestant, clock: Clock, rate: float, budget: Budget, without: Sequence[str]
 ) -> str | None:
     reason = contestant.refusal(case, clock.device)
     if reason is not None:
@@ -184,7 +184,7 @@ def _reason_to_skip(
         return f"the preset leaves it out here; --contestants {contestant.name} times it in every case"
     if budget.is_dry and clock.device.type == "cpu" and contestant.name == FLEX:
         return "a dry run on the CPU does not wait for its compilation"
-    least = limits.seconds(case, contestant.computes)
+    least = case.flops(contestant.computes) / rate
     if least > budget.call_limit and not budget.is_dry:
         return f"a call takes {least:.1f} s or more at this machine's rate; --call-limit is {budget.call_limit:g} s"
     if time.monotonic() > budget.ends_at:

@@ -1,4 +1,4 @@
-"""Benchmark presets: for two CPU cores, for a GPU, and for the earlier package's figures."""
+"""Benchmark presets: for two CPU cores and for a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dilated_attention_pytorch.errors import RunError
 
 from .contestants import FLEX
 from .settings import BenchSettings, PresetName
-from .shapes import SHAPES, Case, DtypeName, Mode
+from .shapes import ROWS, SHAPES, Case, DtypeName, Mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,19 @@ class Sweep:
             self.dtypes or (shape.dtype,),
             self.causal or (shape.causal,),
             self.modes or (shape.mode,),
-            self.rows or shape.rows,
+            self.rows or ROWS[self.shape],
         )
         return [
-            shape.case(
-                rows=rows, mode=mode, dtype=dtype, causal=causal, head_dim=head_dim, num_groups=groups, batch=batch
+            replace(
+                shape,
+                rows=rows,
+                mode=mode,
+                dtype=dtype,
+                causal=causal,
+                head_dim=head_dim,
+                segment_lengths=shape.segment_lengths[:groups],
+                dilation_rates=shape.dilation_rates[:groups],
+                batch=batch,
             )
             for head_dim, groups, dtype, causal, mode, rows in combinations
         ]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import shlex
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +18,6 @@ import torch
 from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.output import write_text
 
-from .limits import Limits
 from .shapes import Case, Computes
 
 FORMAT = "dilated-attention-pytorch benchmark 1"
@@ -49,10 +46,6 @@ class Row:
     """Whether every call was launched before the device started: otherwise samples include waiting for the host."""
     preparation_seconds: float = 0.0
     """Seconds of one-time preparation per shape: block masks, filling a cache. Not included in the samples."""
-    limits: Limits | None = None
-    """Rates of the machine, measured between the calls."""
-    limit_seconds: float = 0.0
-    """Lower bound of the time at these rates."""
     flops: int = 0
     """Operations of what it computes: of the pattern, or of dense attention."""
     peak_bytes: int | None = None
@@ -73,17 +66,12 @@ class Row:
     @property
     def spread(self) -> float:
         """Interquartile range of the samples, in seconds."""
-        first, third = quartiles(self.samples)
+        first, _, third = _quartiles(self.samples)
         return third - first
 
     @property
-    def of_limit(self) -> float:
-        """Lower bound over median time: 1 is the machine's limit."""
-        return self.limit_seconds / self.seconds
-
-    @property
     def key(self) -> tuple[str, str]:
-        """Key of the same contestant and case in another run."""
+        """Names of the case and the contestant."""
         return self.case.name, self.contestant
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,7 +81,6 @@ class Row:
             values |= {
                 "median_seconds": self.seconds,
                 "interquartile_seconds": self.spread,
-                "of_limit": self.of_limit,
                 "flops_per_second": self.flops / self.seconds,
                 "host_seconds": self.host_seconds,
             }
@@ -104,35 +91,11 @@ class Row:
         """The inverse of :meth:`to_dict`; fields missing in older files get their defaults."""
         known = {entry.name: values[entry.name] for entry in fields(Row) if entry.name in values}
         lists = {name: tuple(value) for name, value in known["case"].items() if isinstance(value, list)}
-        limits = known["limits"]
-        return Row(
-            **{
-                **known,
-                "case": Case(**{**known["case"], **lists}),
-                "limits": None if limits is None else Limits(**limits),
-            }
-        )
+        return Row(**{**known, "case": Case(**{**known["case"], **lists})})
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """First and third quartile."""
-    if len(samples) == 1:
-        return samples[0], samples[0]
-    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
-    return first, third
-
-
-def growth(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """Exponent x of ``time ~ rows ** x`` by least squares, for every series and contestant with at least two sizes."""
-    points = defaultdict(list)
-    for row in rows:
-        if row.status == "timed":
-            points[row.case.series, row.contestant].append((math.log(row.case.rows), math.log(row.seconds)))
-    return {
-        key: statistics.linear_regression(*zip(*of_key, strict=True)).slope
-        for key, of_key in points.items()
-        if len({rows for rows, _ in of_key}) > 1
-    }
+def _quartiles(samples: Sequence[float]) -> list[float]:
+    return statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
 
 
 def origin(command: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,25 +15,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import processor, require, set_threads
+from dilated_attention_pytorch.machine import set_threads
 from dilated_attention_pytorch.memory import check_memory
 from dilated_attention_pytorch.output import check_free_folder, make_output
+from dilated_attention_pytorch.terminal import plain_console
 
 from .clock import Clock
-from .compare import Earlier, compare, read_earlier
 from .contestants import Contestant, find_contestants
-from .limits import Probe, limit_by_highest
 from .measure import OUT_OF_TIME, Budget, DeviceLostError, measure_case
-from .page import write_page
 from .presets import PRESETS, planned_cases
-from .report import print_report, print_series
+from .report import print_absences, print_page, print_series
 from .results import FORMAT, Row, origin, write_json
-from .resumption import rows_to_keep
-from .schedule import print_schedule, schedule
 from .settings import BenchSettings, Device
 from .shapes import Case
 
-RESULTS_NAME = "bench.json"
+RESULTS_NAME, PAGE_NAME = "bench.json", "page.md"
+_PAGE_WIDTH = 10_000
+"""Columns of the page: no cell of a table is wrapped."""
+_SAME_MACHINE = ("processor", "cores", "threads", "cuda_devices", "versions")
+_MAY_DIFFER = ("resume", "time_limit", "output")
+"""Settings that a resumed run may change."""
 
 
 @dataclass(slots=True)
@@ -48,24 +50,25 @@ class Outcome:
     is_complete: bool = False
     """Whether it finished without being cut off by the time limit."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """The results so far, as JSON-serialisable values."""
+        return {
+            "format": FORMAT,
+            "complete": self.is_complete,
+            "dry_run": self.settings.dry_run,
+            "seconds": self.seconds,
+            "machine": self.machine,
+            "settings": self.settings.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
     def write(self) -> None:
         """Write the results so far."""
-        write_json(
-            self.output / RESULTS_NAME,
-            {
-                "format": FORMAT,
-                "complete": self.is_complete,
-                "dry_run": self.settings.dry_run,
-                "seconds": self.seconds,
-                "machine": self.machine,
-                "settings": self.settings.to_dict(),
-                "rows": [row.to_dict() for row in self.rows],
-            },
-        )
+        write_json(self.output / RESULTS_NAME, self.to_dict())
 
 
 def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
-    """Check the settings, time every case, print the tables, write results and plots.
+    """Check the settings, time every case, print the tables, write the results and the page.
 
     Args:
         settings: settings of the run.
@@ -75,7 +78,6 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
     Raises:
         RunError: the machine or the files do not allow the settings. Nothing was timed or written.
     """
-    require("the benchmark", ("matplotlib",), "bench")
     device = choose_device(settings.device)
     name = ("gpu" if device.type == "cuda" else "cpu") if settings.preset == "auto" else settings.preset
     preset, output = PRESETS[name], settings.output or Path(f"runs/bench-{name}")
@@ -87,11 +89,7 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
     outcome = Outcome(output, origin(command), settings)
     if settings.resume:
         outcome.rows, outcome.seconds = rows_to_keep(output / RESULTS_NAME, outcome.machine, settings)
-    earlier = None
-    if settings.compare is not None:
-        earlier = read_earlier(settings.compare)
-        earlier.check(outcome.machine, {case.name for case in cases}, any_machine=settings.compare_any_machine)
-    if not settings.resume:
+    else:
         make_output(output)
     started, before = time.monotonic(), outcome.seconds
     time_limit = _or(settings.time_limit, preset.time_limit)
@@ -101,18 +99,13 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
         ends_at=started + time_limit,
         is_dry=settings.dry_run,
     )
-    clock = Clock(device)
-    kept = {row.key for row in outcome.rows}
-    left = {case: (*without, *(who for name, who in kept if name == case.name)) for case, without in cases.items()}
     contestants = find_contestants(settings.contestants, device)
-    probes: dict[str, Probe] = {case.dtype: Probe(clock, case.torch_dtype, is_dry=budget.is_dry) for case in cases}
-    rates = {dtype: probe.at_first for dtype, probe in probes.items()}
-    print_schedule(schedule(left, contestants, rates, budget, device), time_limit, console)
-    _time_cases(outcome, cases, contestants, clock, probes, budget, console)
+    print_plan(cases, {row.key for row in outcome.rows}, contestants, device, time_limit, console)
+    _time_cases(outcome, cases, contestants, Clock(device), budget, console)
     outcome.seconds = before + time.monotonic() - started
     outcome.is_complete = all(row.reason != OUT_OF_TIME for row in outcome.rows)
     outcome.write()
-    _conclude(outcome, earlier, device, console)
+    _conclude(outcome, console)
     return outcome
 
 
@@ -120,12 +113,59 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
+def rows_to_keep(file: Path, machine: Mapping[str, Any], settings: BenchSettings) -> tuple[list[Row], float]:
+    """The final rows of an earlier part of this run, and its duration in seconds.
+
+    Rows cut off by the time limit are not final; failed, wrong and skipped rows are.
+
+    Raises:
+        RunError: there is no such run, or its settings or machine differ.
+    """
+    remedy = "name its --output and settings, or start a new run without --resume"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"--resume: {file} cannot be read ({error}); {remedy}") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise RunError(f"--resume: {file} is not written by this version of the benchmark ({FORMAT!r}); {remedy}")
+    now = json.loads(json.dumps(settings.to_dict()))
+    for name, value in now.items():
+        if name not in _MAY_DIFFER and values["settings"].get(name) != value:
+            raise RunError(
+                f"--resume: the run in {file.parent} has {name}={values['settings'].get(name)!r}, this one {value!r}; "
+                f"{remedy}"
+            )
+    for name in _SAME_MACHINE:
+        if values["machine"].get(name) != json.loads(json.dumps(machine[name])):
+            raise RunError(
+                f"--resume: the run in {file.parent} is of another machine or installation ({name} "
+                f"{values['machine'].get(name)!r}, here {machine[name]!r}); start a new run without --resume"
+            )
+    rows = [Row.from_dict(row) for row in values["rows"] if row["reason"] != OUT_OF_TIME]
+    return rows, float(values["seconds"])
+
+
+def print_plan(
+    cases: Mapping[Case, Sequence[str]],
+    kept: set[tuple[str, str]],
+    contestants: Sequence[Contestant],
+    device: torch.device,
+    time_limit: float,
+    console: Console,
+) -> None:
+    """Print the cases in their order, each with the number of contestants that are still to be timed in it."""
+    for number, (case, without) in enumerate(cases.items(), 1):
+        names = [one.name for one in contestants if one.name not in without and one.refusal(case, device) is None]
+        left = sum((case.name, name) not in kept for name in names)
+        console.print(f"{number:3}  {left} to time: {case.name}", soft_wrap=True)
+    console.print(f"no call starts after {time_limit:.0f} s; --resume continues with what is left\n", soft_wrap=True)
+
+
 def _time_cases(
     outcome: Outcome,
     cases: Mapping[Case, Sequence[str]],
     contestants: Sequence[Contestant],
     clock: Clock,
-    probes: Mapping[str, Probe],
     budget: Budget,
     console: Console,
 ) -> None:
@@ -135,6 +175,7 @@ def _time_cases(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
+    rates = {case.dtype: clock.product_rate(case.torch_dtype, is_dry=budget.is_dry) for case in cases}
     kept: dict[Case, list[Row]] = defaultdict(list)
     for row in outcome.rows:
         kept[row.case].append(row)
@@ -151,13 +192,12 @@ def _time_cases(
             known = {row.contestant for row in kept[case]}
             wanted = [entry for entry in contestants if entry.name not in known]
             try:
-                rows = measure_case(case, wanted, clock, probes[case.dtype], budget, begin, cases[case])
+                rows = measure_case(case, wanted, clock, rates[case.dtype], budget, begin, cases[case])
             except DeviceLostError as error:
                 outcome.rows += error.rows
                 outcome.write()
                 raise
             outcome.rows += rows
-            limit_by_highest(outcome.rows)
             series += kept[case] + rows
             if rows:
                 outcome.write()
@@ -166,22 +206,19 @@ def _time_cases(
                 series = []
 
 
-def _conclude(outcome: Outcome, earlier: Earlier | None, device: torch.device, console: Console) -> None:
-    print_report(outcome.rows, console, device=describe(device), is_dry=outcome.settings.dry_run)
-    if earlier is not None:
-        compare(earlier, outcome.rows, outcome.machine, console)
-    results = outcome.output / RESULTS_NAME
-    written = [results, *write_page(results)]
+def _conclude(outcome: Outcome, console: Console) -> None:
+    print_absences(outcome.rows, console)
+    if any(not row.is_hidden for row in outcome.rows):
+        console.print("! the device waited for the host in such a call: its time is not that of the kernels alone")
+    if outcome.settings.dry_run:
+        console.print("this was a dry run: everything works, and no number above means anything")
     if not outcome.is_complete:
-        console.print("the time limit cut off some of it: --resume goes on there", highlight=False)
-    console.print(f"{outcome.seconds:.0f} s; written: {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
-
-
-def describe(device: torch.device) -> str:
-    """Description of the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{torch.get_num_threads()} threads of {processor()}"
+        console.print("the time limit cut off some of it: --resume continues there")
+    page = outcome.output / PAGE_NAME
+    with page.open("w", encoding="utf-8") as opened:
+        print_page(outcome.to_dict(), outcome.rows, plain_console(_PAGE_WIDTH, opened))
+    written = f"{outcome.output / RESULTS_NAME}, {page}"
+    console.print(f"{outcome.seconds:.0f} s; written: {written}", soft_wrap=True)
 
 
 def check_case_memory(cases: Sequence[Case], device: torch.device) -> None:

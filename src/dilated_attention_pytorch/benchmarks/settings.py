@@ -25,8 +25,7 @@ class BenchSettings:
     """Sweeps to run: cpu (under 5 minutes on two cores), gpu (bfloat16, 32,768 to 1,048,576 rows, under 8
     minutes on an H200). "auto": gpu if there is a CUDA device, else cpu."""
     output: Path | None = None
-    """Folder to create for bench.json, time.png and limit.png. It must not exist, or be empty. Default:
-    runs/bench-PRESET."""
+    """Folder to create for bench.json and page.md. It must not exist, or be empty. Default: runs/bench-PRESET."""
     shapes: tuple[str, ...] = ()
     """Shapes to sweep instead of the preset's: paper, slide, three, blocks, decode."""
     rows: tuple[int, ...] = ()
@@ -57,10 +56,6 @@ class BenchSettings:
     """Seconds after which no further call starts; the table lists what was left out."""
     resume: bool = False
     """Continue the run in the output folder: results are kept, and what the time limit cut off is measured."""
-    compare: Path | None = None
-    """bench.json of an earlier run on this machine: report changes beyond noise."""
-    compare_any_machine: bool = False
-    """Compare even if the earlier run is from another machine. Differences then include the machines'."""
     dry_run: bool = False
     """A few rows instead of thousands: a smoke test in seconds that measures nothing."""
 
@@ -79,8 +74,6 @@ class BenchSettings:
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), least=0)
         self._check_contestants()
-        if self.compare is None and self.compare_any_machine:
-            raise ValueError("compare_any_machine says how to compare, and there is no --compare; name a file with it")
 
     def _check_contestants(self) -> None:
         # Contestants import the engine, which --help does not need.

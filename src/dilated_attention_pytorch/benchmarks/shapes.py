@@ -1,9 +1,9 @@
-"""The benchmarked calls: named shapes, and the operations and traffic of a case by formula."""
+"""The benchmarked calls: named shapes, and the operations of a case by formula."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, from_block_mask
 from dilated_attention_pytorch.patterns.dilated import OffsetRule
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
-from dilated_attention_pytorch.planning.plan import CallShape, plan
 
 Mode = Literal["forward", "forward_backward", "decode"]
 Computes = Literal["pattern", "dense"]
@@ -76,7 +75,7 @@ class Case:
 
     @property
     def series(self) -> str:
-        """Common name of the cases of one line of a plot: everything except the rows."""
+        """Common name of the cases of one table: everything except the rows."""
         grouped = "" if self.kv_heads == self.heads else f"/{self.kv_heads}"
         batch = "" if self.batch == 1 else f", batch {self.batch}"
         causal = "causal" if self.causal else "not causal"
@@ -97,8 +96,9 @@ class Case:
     def num_pairs(self, computes: Computes) -> int:
         """Query-key pairs over all heads: of the pattern with counts, or of dense (causal) attention.
 
+        >>> from dataclasses import replace
         >>> from dilated_attention_pytorch.benchmarks.shapes import SHAPES
-        >>> SHAPES["three"].case(rows=8192).num_pairs("pattern") == 8 * 8192 * (2048 + 1024 + 512)
+        >>> replace(SHAPES["three"], rows=8192).num_pairs("pattern") == 8 * 8192 * (2048 + 1024 + 512)
         True
         """
         if computes == "dense":
@@ -106,39 +106,17 @@ class Case:
             if self.causal:
                 pairs -= self.num_queries * (self.num_queries - 1) // 2
             return self.batch * self.heads * pairs
-        call = CallShape(
-            self.pattern,
-            self.batch,
-            self.num_queries,
-            self.rows,
-            self.heads,
-            self.kv_heads,
-            self.query_offset,
-            0,
-            self.causal,
-        )
-        return plan(call, 1 << 62).num_pairs
+        if self.mode == "decode":
+            last, rows = torch.tensor([self.rows - 1]), torch.arange(self.rows)
+            pairs = int(self.pattern.counts(last, rows, self.kv_heads).sum())
+        else:
+            pairs = self.pattern.num_pairs(self.rows, num_kv_heads=self.kv_heads, is_causal=self.causal)
+        return self.batch * (self.heads // self.kv_heads) * pairs
 
     def flops(self, computes: Computes) -> int:
         """Floating-point operations of the call, without the softmax."""
         products = FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.mode == "forward_backward" else 0)
         return pair_flops(self.num_pairs(computes), self.head_dim, products)
-
-    def least_bytes(self, computes: Computes) -> int:
-        """Unavoidable traffic in bytes: every operand read once, every result written once.
-
-        Forward ``e D N (2 H + 2 G) + 4 H N``; backward reads q, k, v, out, its gradient and the log-sum-exp, and writes
-        three gradients: ``e D N (4 H + 4 G) + 4 H N`` more. A decoding step reads the rows that its query attends to.
-        """
-        element, statistics = self.torch_dtype.itemsize, 4 * self.heads * self.num_queries
-        query = element * self.head_dim * self.num_queries * self.heads
-        key = element * self.head_dim * self.rows * self.kv_heads
-        if self.mode == "decode":
-            key = element * self.head_dim * self._num_seen_rows(computes)
-        least = 2 * query + 2 * key + statistics
-        if self.mode == "forward_backward":
-            least += 4 * query + 4 * key + statistics
-        return self.batch * least
 
     @property
     def held_bytes(self) -> int:
@@ -149,12 +127,6 @@ class Case:
         rows = self.num_queries * self.heads + self.rows * self.kv_heads
         held = 2 * rows * self.batch * self.head_dim * self.torch_dtype.itemsize
         return 2 * held if self.mode == "forward_backward" else held
-
-    def _num_seen_rows(self, computes: Computes) -> int:
-        if computes == "dense":
-            return self.rows * self.kv_heads
-        last, rows = torch.tensor([self.rows - 1]), torch.arange(self.rows)
-        return int((self.pattern.counts(last, rows, self.kv_heads) > 0).sum())
 
     def operands(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value: seeded normal random; they require gradients if the mode has a backward pass."""
@@ -179,111 +151,53 @@ def _drawn_mask(heads: int, blocks: int, density: float) -> Tensor:
     return drawn.argsort(-1).argsort(-1) < max(1, round(density * blocks))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Named sizes, and the numbers of rows to benchmark."""
+_THREE = Case(
+    shape="three",
+    mode="forward",
+    rows=2048,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+    segment_lengths=(2048, 4096, 8192),
+    dilation_rates=(1, 2, 4),
+    causal=False,
+    dtype="float32",
+)
 
-    name: str
-    about: str
-    heads: int
-    kv_heads: int | None = None
-    """None = number of query heads."""
-    head_dim: int
-    segment_lengths: tuple[int, ...] = ()
-    dilation_rates: tuple[int, ...] = ()
-    offset_rule: OffsetRule = "modulo"
-    block_density: float | None = None
-    """Density of a block pattern, which has no segments."""
-    causal: bool = False
-    dtype: DtypeName = "float32"
-    mode: Mode = "forward"
-    rows: tuple[int, ...]
-
-    def case(
-        self,
-        *,
-        rows: int,
-        mode: Mode | None = None,
-        dtype: DtypeName | None = None,
-        causal: bool | None = None,
-        head_dim: int | None = None,
-        num_groups: int | None = None,
-        batch: int = 1,
-    ) -> Case:
-        """The case of this shape with that many rows; other arguments override the shape's own values.
-
-        ``num_groups`` keeps that many groups, shortest segments first.
-        """
-        return Case(
-            shape=self.name,
-            mode=mode or self.mode,
-            rows=rows,
-            batch=batch,
-            heads=self.heads,
-            kv_heads=self.kv_heads or self.heads,
-            head_dim=head_dim or self.head_dim,
-            segment_lengths=self.segment_lengths[:num_groups],
-            dilation_rates=self.dilation_rates[:num_groups],
-            offset_rule=self.offset_rule,
-            causal=self.causal if causal is None else causal,
-            dtype=dtype or self.dtype,
-            block_density=self.block_density,
-        )
-
-
-_THREE = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
-
-SHAPES: dict[str, Shape] = {
-    shape.name: shape
-    for shape in (
-        Shape(
-            name="paper",
-            about="LongNet's own configuration (arXiv 2307.02486)",
-            heads=12,
-            head_dim=64,
-            segment_lengths=(2048, 4096, 8192, 16384, 32768),
-            dilation_rates=(1, 2, 4, 6, 12),
-            rows=(8192, 32768),
-        ),
-        Shape(
-            name="slide",
-            about="the whole-slide encoder that pathologists run",
-            heads=16,
-            head_dim=48,
-            segment_lengths=(1024, 5792, 32768, 185363, 1048576),
-            dilation_rates=(1, 2, 4, 8, 16),
-            offset_rule="block",
-            rows=(1000, 3000, 10000, 30000),
-        ),
-        Shape(
-            name="three",
-            about="w = 2048, 4096, 8192 at r = 1, 2, 4",
-            heads=8,
-            head_dim=64,
-            rows=(2048, 8192),
-            segment_lengths=_THREE["segment_lengths"],
-            dilation_rates=_THREE["dilation_rates"],
-        ),
-        Shape(
-            name="blocks",
-            about="a tenth of the blocks of 128 rows",
-            heads=8,
-            head_dim=64,
-            block_density=0.1,
-            rows=(4096, 32768),
-        ),
-        # 64 rows before the end of every segment: the query attends to nearly all of each, with room for later steps.
-        Shape(
-            name="decode",
-            about="one query after so many cached rows",
-            heads=8,
-            head_dim=64,
-            causal=True,
-            segment_lengths=_THREE["segment_lengths"],
-            dilation_rates=_THREE["dilation_rates"],
-            mode="decode",
-            rows=(8128, 65472),
-        ),
-    )
+SHAPES: dict[str, Case] = {
+    # LongNet's own configuration (arXiv 2307.02486).
+    "paper": replace(
+        _THREE,
+        shape="paper",
+        heads=12,
+        kv_heads=12,
+        segment_lengths=(2048, 4096, 8192, 16384, 32768),
+        dilation_rates=(1, 2, 4, 6, 12),
+    ),
+    # The whole-slide encoder that pathologists run.
+    "slide": replace(
+        _THREE,
+        shape="slide",
+        heads=16,
+        kv_heads=16,
+        head_dim=48,
+        segment_lengths=(1024, 5792, 32768, 185363, 1048576),
+        dilation_rates=(1, 2, 4, 8, 16),
+        offset_rule="block",
+    ),
+    "three": _THREE,
+    "blocks": replace(_THREE, shape="blocks", segment_lengths=(), dilation_rates=(), block_density=0.1),
+    # One query after so many cached rows.
+    "decode": replace(_THREE, shape="decode", causal=True, mode="decode"),
 }
-"""Shapes by name."""
+"""A case of every named shape."""
+
+ROWS: dict[str, tuple[int, ...]] = {
+    "paper": (8192, 32768),
+    "slide": (1000, 3000, 10000, 30000),
+    "three": (2048, 8192),
+    "blocks": (4096, 32768),
+    # 64 rows before the end of every segment: the query attends to nearly all of each, with room for later steps.
+    "decode": (8128, 65472),
+}
+"""Numbers of rows to benchmark, by shape."""

@@ -17,12 +17,9 @@ class Bench(BenchSettings):
 
     Every contestant is first checked against the definition on the shape to be timed, including gradients if they are
     timed: a contestant with wrong results is reported and not timed. Reported for each: time and its spread, operations
-    per second of the pattern, the fraction of this machine's matrix product rate in the same run, and memory.
+    per second of the pattern, and memory.
 
     One shape with a given number of rows, with gradients: bench --shapes slide --rows 5000 --modes forward_backward
-
-    Effect of a code change: bench --output new --compare old/bench.json
-
 
     Smoke test, in seconds: bench --preset gpu --dry-run
     """

@@ -26,7 +26,7 @@ from .evaluate import Eval
 from .extend import Extend, defaults_of_extend
 from .generate import Generate
 from .info import Info
-from .plan import Plan, defaults_of_plan
+from .plan import PlanCommand, defaults_of_plan
 from .profile import Profile
 from .report import Report
 from .show import Show
@@ -56,7 +56,7 @@ COMMANDS: Mapping[str, type] = {
     "bench": Bench,
     "profile": Profile,
     "tune": Tune,
-    "plan": Plan,
+    "plan": PlanCommand,
     "show": Show,
     "build": Build,
     "info": Info,

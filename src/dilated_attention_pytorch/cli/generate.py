@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import tyro
 
 from dilated_attention_pytorch.training import RunError
+from dilated_attention_pytorch.training.eight_bit import Weights, import_torchao, make_small
 from dilated_attention_pytorch.training.run_settings import Device
 from dilated_attention_pytorch.training.settings import SampleSettings
-from dilated_attention_pytorch.training.small_weights import Weights, import_torchao, make_small
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.models import LongNetLM
@@ -76,7 +76,7 @@ class Generate(SampleSettings):
                 print()
 
     def _write(self, model: LongNetLM, tokenizer: Tokenizer, prompt: str) -> None:
-        from dilated_attention_pytorch.training.sampling import sample_text
+        from dilated_attention_pytorch.training.trained_model import sample_text
 
         sys.stdout.write(prompt)
         sys.stdout.flush()
@@ -90,9 +90,9 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        from dilated_attention_pytorch.training.data.records import compression_in_words
+        from dilated_attention_pytorch.training.data.records import describe_compression
 
-        compression = compression_in_words(error.object, Path("FILE"))
+        compression = describe_compression(error.object, Path("FILE"))
         if compression is not None:
             raise RunError(f"the prompt on standard input is {compression}") from error
         raise RunError(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -17,16 +16,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.run_settings import LONGEST_TEXT
 
-from .plan_words import (
-    MEASURED_SPEED,
-    devices,
-    mesh_in_words,
-    mesh_values,
-    model_in_words,
-    print_plan,
-    sentences,
-    solved_in_words,
-)
+from .plan_words import MEASURED_SPEED, devices, print_plan, sentences
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
@@ -40,7 +30,7 @@ _OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
 
 
 @dataclass(kw_only=True, slots=True)
-class Plan(TrainSettings):
+class PlanCommand(TrainSettings):
     """Plan a run before it starts: memory by part, seconds by part, and what bounds it.
 
     The flags are those of train. Memory is counted from the step itself, on fake tensors. Seconds are a lower bound
@@ -85,7 +75,7 @@ class Plan(TrainSettings):
     longest: bool = False
     """Also find the longest --context-length that fits."""
     fewest: bool = False
-    """Also find the fewest devices on which some mesh fits."""
+    """Also find the fewest devices on which a mesh fits."""
     mesh: bool = False
     """Also show the best meshes for this number of --processes."""
     largest: bool = False
@@ -131,7 +121,7 @@ class Plan(TrainSettings):
         backwards = [f"--{name}" for name in ("longest", "fewest", "mesh", "largest", "changes") if getattr(self, name)]
         if backwards and (self.purpose != "training" or self.pretrained is not None):
             raise RunError(
-                f"{backwards[0]} is for training steps of a LongNet; leave it out beside "
+                f"{backwards[0]} is for training steps of a LongNet; leave it out with "
                 f"{'--model' if self.pretrained is not None else f'--for {self.purpose}'}"
             )
         if self.pattern and self.pretrained is None:
@@ -141,7 +131,7 @@ class Plan(TrainSettings):
             )
         named = [f"--{name.replace('_', '-')}" for name in self._lengths()]
         if named and self.purpose != "generation":
-            raise RunError(f"{named[0]} is for --for generation, got it beside --for {self.purpose}")
+            raise RunError(f"{named[0]} requires --for generation, got --for {self.purpose}")
         for name, number in (
             ("processes", self.processes),
             ("context_length", self.context_length),
@@ -198,7 +188,7 @@ class Plan(TrainSettings):
             raise RunError(f"--hardware {_HERE} measures what its processes exchange; leave --link {self.link} out")
         named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
         if named:
-            raise RunError(f"{named[0]} is for a device by its name; leave it out beside --hardware {_HERE}")
+            raise RunError(f"{named[0]} is for a device by its name; leave it out with --hardware {_HERE}")
         kind = preflight.choose_device(settings.device)
         settings = dataclasses.replace(
             settings,
@@ -206,11 +196,12 @@ class Plan(TrainSettings):
             precision=preflight.choose_precision(settings.precision, kind),
         )
         preflight.check_processes(settings, self.processes, launch="take --processes {}")
-        found = measure_here(settings, self.processes, kind)
-        return settings, Device(sheet=found.sheet, here=found, price_per_hour=self.price_per_hour or None)
+        here = measure_here(settings, self.processes, kind)
+        return settings, Device(sheet=here.sheet, here=here, price_per_hour=self.price_per_hour or None)
 
     def _plan_longnet(self) -> None:
         from dilated_attention_pytorch.estimate import plan_generation, plan_run
+        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training.data.run_data import read_tokenizer
 
         settings = settings_of(self)
@@ -223,53 +214,49 @@ class Plan(TrainSettings):
         if generation is not None:
             memory = plan_generation(settings, self.processes, device.sheet, generation)
             print_plan(memory, device, self.processes)
-            self._write(memory, device, settings.to_dict(), {}, None)
+            self._write(memory, device, settings.to_dict())
             return
         plan = plan_run(settings, self.processes, device, purpose=cast("Purpose", self.purpose))
         print_plan(plan, device, self.processes)
-        solved = self._solve(settings, device, plan)
-        self._write(plan, device, settings.to_dict(), solved, settings)
+        console, answers, values = plain_console(), list[str](), dict[str, Any]()
+        for name, value, lines in self._answers(settings, device, plan):
+            values[name] = value
+            answers += lines
+            console.print("\n".join(lines), soft_wrap=True)
+        self._write(plan, device, settings.to_dict(), settings, answers, values)
 
-    def _solve(self, settings: TrainSettings, device: Device, plan: RunPlan) -> dict[str, Any]:
-        """Answer the inverse questions that were asked: print the answers, and return them as JSON values."""
+    def _answers(self, settings: TrainSettings, device: Device, plan: RunPlan) -> Iterator[tuple[str, Any, list[str]]]:
+        """Answers to the inverse questions that were asked: a name, a JSON value, and lines of text."""
         from dilated_attention_pytorch import estimate
-        from dilated_attention_pytorch.terminal import plain_console
 
-        say, solved = functools.partial(plain_console().print, soft_wrap=True), dict[str, Any]()
         if self.longest:
             longest = estimate.longest_context(settings, self.processes, device.sheet.memory_bytes)
-            solved["longest_context_length"] = longest
-            say(f"the longest text that fits: {longest:,} tokens")
+            yield "longest_context_length", longest, [f"the longest text that fits: {longest:,} tokens"]
         if self.fewest:
-            found = estimate.fewest_processes(settings, device)
-            solved["fewest_processes"] = None if found is None else mesh_values(found)
-            words = "none of those that were tried" if found is None else mesh_in_words(found)
-            say(f"the fewest devices on which it fits: {words}")
+            fewest = estimate.fewest_processes(settings, device)
+            words = "none of those that were tried" if fewest is None else fewest.describe()
+            values = None if fewest is None else fewest.values()
+            yield "fewest_processes", values, [f"the fewest devices on which it fits: {words}"]
         if self.mesh:
             best = estimate.meshes(settings, self.processes, device)[:5]
-            solved["meshes"] = [mesh_values(mesh) for mesh in best]
-            say("the best meshes, those that fit first:")
-            for mesh in best:
-                say(f"  {mesh_in_words(mesh)}")
+            lines = ["the best meshes, those that fit first:", *(f"  {mesh.describe()}" for mesh in best)]
+            yield "meshes", [mesh.values() for mesh in best], lines
         if self.largest:
             largest = estimate.largest_model(settings, self.processes, device)
-            solved["largest_model"] = None if largest is None else largest.model.to_dict()
-            say("the largest model of this shape that fits: " + model_in_words(largest))
+            words = "not even one of one layer" if largest is None else largest.describe()
+            values = None if largest is None else largest.model.to_dict()
+            yield "largest_model", values, [f"the largest model of this shape that fits: {words}"]
         if self.changes:
             helping = estimate.changes_that_help(settings, self.processes, device, plan)
-            solved["changes"] = [
-                {"change": one.words, "bytes": one.bytes, "speed": one.speed, "fits": one.plan.fits} for one in helping
-            ]
-            say("what would help most:" if helping else "no change that was tried would help")
-            for one in helping:
-                say(f"  {one.describe()}")
-        return solved
+            heading = "what would help most:" if helping else "no change that was tried would help"
+            lines = [heading, *(f"  {change.describe()}" for change in helping)]
+            yield "changes", [change.values() for change in helping], lines
 
     def _plan_pretrained(self, path: Path) -> None:
         from dilated_attention_pytorch.estimate.pretrained import plan_pretrained, plan_pretrained_generation
 
         if self.hardware.strip().lower() == _HERE:
-            raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device beside --model")
+            raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device with --model")
         if self.processes > 1:
             raise RunError(f"a model of transformers is planned for one process, got --processes {self.processes}")
         self._check_pretrained_flags()
@@ -290,7 +277,7 @@ class Plan(TrainSettings):
             "precision": run.precision,
             "optimizer": run.optimizer,
         }
-        self._write(plan, device, settings, {}, None)
+        self._write(plan, device, settings)
 
     def _check_pretrained_flags(self) -> None:
         """Raise :class:`RunError` if a flag of a LongNet is given that a plan of another model does not read."""
@@ -310,7 +297,7 @@ class Plan(TrainSettings):
         if changed:
             raise RunError(
                 f"--{changed[0]} is for a LongNet, and a plan of a model of transformers does not read it; leave it "
-                "out beside --model"
+                "out with --model"
             )
 
     def _pretrained_run(self, path: Path, device: Device) -> PretrainedRun:
@@ -341,8 +328,9 @@ class Plan(TrainSettings):
         plan: MemoryPlan,
         device: Device,
         settings: dict[str, Any],
-        solved: dict[str, Any],
-        trained: TrainSettings | None,
+        trained: TrainSettings | None = None,
+        answers: Sequence[str] = (),
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         from dilated_attention_pytorch.estimate import RunPlan
         from dilated_attention_pytorch.estimate.page import page, pictures_of
@@ -353,7 +341,7 @@ class Plan(TrainSettings):
             pictures = pictures_of(trained, self.processes, dataclasses.replace(device, here=None))
         if self.html is not None:
             title = f"A run on {devices(device, self.processes)}"
-            words = [*sentences(plan), *solved_in_words(solved)]
+            words = [*sentences(plan), *answers]
             write_text(self.html, "".join(page(title, plan, words, settings, pictures)))
         if self.output is not None:
             written = {
@@ -365,14 +353,14 @@ class Plan(TrainSettings):
                 "fits": plan.fits,
                 "bounded_by": plan.bounded_by if isinstance(plan, RunPlan) else None,
                 "longest_context_length": None,
-                **solved,
+                **(values or {}),
                 "pictures": None if pictures is None else dataclasses.asdict(pictures),
             }
             write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 
 
-def defaults_of_plan(argv: Sequence[str]) -> Plan:
+def defaults_of_plan(argv: Sequence[str]) -> PlanCommand:
     """The defaults of ``plan``: those of ``train`` for the same arguments."""
     train = defaults_of(argv)
     fields = {entry.name: getattr(train, entry.name) for entry in dataclasses.fields(TrainSettings)}
-    return Plan(**fields, preset=train.preset)
+    return PlanCommand(**fields, preset=train.preset)

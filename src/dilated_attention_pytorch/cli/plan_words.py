@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.memory import in_bytes
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.estimate import Device, LargestModel, MemoryPlan, Mesh
+    from dilated_attention_pytorch.estimate import Device, MemoryPlan
 
 _UNITS = {"training": "a step", "forward": "a forward pass", "generation": "the generation"}
 MEASURED_SPEED = "time `dilated-attention generate` on a run folder, or models.generate on a model of this shape"
@@ -84,48 +84,3 @@ def sentences(plan: MemoryPlan) -> Iterator[str]:
             f"{in_bytes(sent.bytes)} of {sent.name} sent by the process that sends most, in about {sent.messages:,} "
             "messages"
         )
-
-
-def mesh_in_words(mesh: Mesh) -> str:
-    """A mesh as text: sizes, flags, whether it fits, and speed."""
-    number = mesh.data * mesh.context * mesh.tensor
-    verdict = "fits" if mesh.plan.fits else "does not fit"
-    return (
-        f"{number} = {mesh.data} data x {mesh.context} context x {mesh.tensor} tensor ({mesh.flags or 'no flags'}): "
-        f"{in_bytes(mesh.plan.footprint.total)} a process, {verdict}; "
-        f"{mesh.plan.rates.tokens_per_second:,.4g} tokens a second at most"
-    )
-
-
-def mesh_values(mesh: Mesh) -> dict[str, Any]:
-    """A mesh as JSON values."""
-    plan = mesh.plan
-    return {
-        "data": mesh.data,
-        "context": mesh.context,
-        "heads": mesh.heads,
-        "tensor": mesh.tensor,
-        "data_parallel": mesh.data_parallel,
-        "total_bytes": plan.footprint.total,
-        "fits": plan.fits,
-        "tokens_per_second": plan.rates.tokens_per_second,
-    }
-
-
-def model_in_words(largest: LargestModel | None) -> str:
-    """Sizes of a model as text."""
-    if largest is None:
-        return "not even one of one layer"
-    model = largest.model
-    return (
-        f"{model.num_parameters:,} weights ({model.num_layers} layers, width {model.embed_dim}, "
-        f"{model.num_heads} heads), {in_bytes(largest.plan.footprint.total)}"
-    )
-
-
-def solved_in_words(solved: dict[str, Any]) -> Iterator[str]:
-    """Answers to inverse questions as sentences, for the HTML page."""
-    if "longest_context_length" in solved:
-        yield f"the longest text that fits: {solved['longest_context_length']:,} tokens"
-    for change in solved.get("changes", ()):
-        yield f"would help: {change['change']}: {change['bytes']:+,} bytes, {change['speed']:.2f} x tokens a second"

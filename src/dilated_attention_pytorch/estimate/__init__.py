@@ -4,12 +4,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .changes import Change, changes_that_help
     from .generation import Generation, generation_footprint
     from .measure import Here, measure_here
     from .memory import Footprint, evaluation_footprint, footprint
     from .run import Device, MemoryPlan, RunPlan, plan_generation, plan_run
-    from .solve import LargestModel, Mesh, fewest_processes, largest_model, longest_context, meshes
+    from .solve import (
+        Change,
+        LargestModel,
+        Mesh,
+        changes_that_help,
+        fewest_processes,
+        largest_model,
+        longest_context,
+        meshes,
+    )
 
 __all__ = [
     "Change",
@@ -35,12 +43,20 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "changes": ("Change", "changes_that_help"),
     "generation": ("Generation", "generation_footprint"),
     "measure": ("Here", "measure_here"),
     "memory": ("Footprint", "evaluation_footprint", "footprint"),
     "run": ("Device", "MemoryPlan", "RunPlan", "plan_generation", "plan_run"),
-    "solve": ("LargestModel", "Mesh", "fewest_processes", "largest_model", "longest_context", "meshes"),
+    "solve": (
+        "Change",
+        "LargestModel",
+        "Mesh",
+        "changes_that_help",
+        "fewest_processes",
+        "largest_model",
+        "longest_context",
+        "meshes",
+    ),
 }
 """Names by module. Selection and attention over ranks need the estimates of a call alone, and no settings of runs."""
 

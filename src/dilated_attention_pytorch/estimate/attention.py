@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels import compilation, native
 from dilated_attention_pytorch.ops.operators import call_of
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.plan import tile_size
+from dilated_attention_pytorch.plan.planner import tile_size
 
 from .workload import Workload
 
@@ -55,7 +55,7 @@ def packed_bytes(num_keys: int, num_domains: int, head_dim: int, dtype: torch.dt
 
 
 def tile_elements(pattern: Pattern, workload: Workload) -> int:
-    """Upper bound of the query elements of a tile of :func:`dilated_attention_pytorch.planning.plan.plan`.
+    """Upper bound of the query elements of a tile of :func:`dilated_attention_pytorch.plan.planner.plan`.
 
     A tile is closed under the pattern: its rows end at boundaries common to all groups, multiples of the least
     common multiple of the lengths, or at the end of the sequence.

@@ -12,7 +12,7 @@ from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import rows_of_batch
+from .batch import heads_of, recomputed_layers, rows_of_batch
 from .parallel import Estimate, plan_parallel
 
 _FLOAT32 = 4
@@ -32,16 +32,18 @@ class SentBytes(NamedTuple):
     """Approximate number."""
 
 
-def exchanges(settings: TrainSettings, num_processes: int) -> tuple[SentBytes, ...]:
+def exchanges(settings: TrainSettings, num_processes: int, *, is_training: bool = True) -> tuple[SentBytes, ...]:
     """Traffic of a step: gradients of weights that several processes hold, rows of a sequence, parts of matrices.
+
+    In a forward pass (``is_training`` false) processes that have all weights send rows alone.
 
     Rows are counted exactly, from the pattern, by :func:`parallel.plan_parallel`. Sums over p processes are counted as
     ring all-reduces, which send 2 (p - 1) / p of the operand; split weights as they are gathered and scattered. Under
     ddp, fsdp and context parallelism this is the traffic of a step to the byte, except for a few bytes that compare
     calls.
     """
-    found = []
-    sharing_weights = num_processes // settings.tensor_parallel
+    kinds = []
+    sharing_weights = num_processes // settings.tensor_parallel if is_training else 1
     if sharing_weights > 1:
         of_weights = _FLOAT32 * settings.model.num_parameters // settings.tensor_parallel
         of_batch, of_step = _TIMES_SENT[settings.data_parallel]
@@ -49,12 +51,12 @@ def exchanges(settings: TrainSettings, num_processes: int) -> tuple[SentBytes, .
         sent = times * of_weights * (sharing_weights - 1) // sharing_weights
         if settings.data_parallel == "fsdp" and settings.tensor_parallel == 1:
             sent = settings.gradient_accumulation * _split_weights(settings.model, sharing_weights)
-        found.append(SentBytes("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings)))
+        kinds.append(SentBytes("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings)))
     if settings.context_parallel > 1:
-        found.append(_rows(settings, is_training=True))
+        kinds.append(_rows(settings, is_training=is_training))
     if settings.tensor_parallel > 1:
-        found.append(_activations(settings))
-    return tuple(found)
+        kinds.append(_activations(settings))
+    return tuple(kinds)
 
 
 def _split_weights(model: LongNetConfig, p: int) -> int:
@@ -81,16 +83,16 @@ def _tensors(settings: TrainSettings) -> int:
     return layers + 1 if settings.data_parallel in ("fsdp", "zero3") else 12 * layers + 3
 
 
-def estimate_of(settings: TrainSettings, layer: int) -> Estimate:
+def _estimate_of(settings: TrainSettings, layer: int) -> Estimate:
     """Cost of sending the rows of a layer's attention, with the strategy and layout that the run would choose."""
     model, tensor = settings.model, settings.tensor_parallel
-    assert model.num_kv_heads is not None
-    kv_heads = model.num_kv_heads // tensor
+    all_kv_heads, head_dim = heads_of(model)
+    kv_heads = all_kv_heads // tensor
     ring = settings.context_parallel // settings.heads_parallel
     mesh = (ring, settings.heads_parallel) if settings.heads_parallel > 1 else ring
     plan = plan_parallel(
-        model.pattern(layer).for_heads(range(kv_heads), model.num_kv_heads),
-        (settings.batch_size, settings.context_length, model.num_heads // tensor, model.embed_dim // model.num_heads),
+        model.pattern(layer).for_heads(range(kv_heads), all_kv_heads),
+        (settings.batch_size, settings.context_length, model.num_heads // tensor, head_dim),
         mesh,
         num_kv_heads=kv_heads,
         is_causal=True,
@@ -103,20 +105,16 @@ def estimate_of(settings: TrainSettings, layer: int) -> Estimate:
     )
 
 
-def forward_rows(settings: TrainSettings) -> SentBytes:
-    """Rows that processes of a shared sequence send in a forward pass."""
-    return _rows(settings, is_training=False)
-
-
 def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
     model, sent, messages = settings.model, 0, 0
+    again = recomputed_layers(model) if is_training else []
     of_pattern: dict[object, Estimate] = {}
     for layer in range(model.num_layers):
         pattern = model.pattern(layer)
         if pattern not in of_pattern:
-            of_pattern[pattern] = estimate_of(settings, layer)
+            of_pattern[pattern] = _estimate_of(settings, layer)
         one = of_pattern[pattern]
-        forward = 2 if is_training and _is_taken_again(model, layer) else 1
+        forward = 2 if layer in again else 1
         both = zip(one.forward_bytes, one.backward_bytes, strict=True)
         sent += max(forward * there + is_training * back for there, back in both)
         messages += forward * one.messages + is_training * one.backward_messages
@@ -124,17 +122,12 @@ def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
     return SentBytes("rows", batches * sent, batches * messages)
 
 
-def _is_taken_again(model: LongNetConfig, layer: int) -> bool:
-    return model.gradient_checkpointing and model.is_recomputed(layer)
-
-
 def _activations(settings: TrainSettings) -> SentBytes:
     """Sums over the tensor-parallel processes: two of the model's width per block and pass, and the logits."""
     model, p = settings.model, settings.tensor_parallel
     rows, batches = rows_of_batch(settings, settings.context_parallel), settings.gradient_accumulation
     element = computing_dtype(settings.precision).itemsize
-    again = sum(_is_taken_again(model, layer) for layer in range(model.num_layers))
-    sums = 4 * model.num_layers + 2 * again + 1
+    sums = 4 * model.num_layers + 2 * len(recomputed_layers(model)) + 1
     of_sum = 2 * rows * model.embed_dim * element * (p - 1) // p
     logits = rows * model.vocab_size * element * (p - 1) // p
     return SentBytes("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1))

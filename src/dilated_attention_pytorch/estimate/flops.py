@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
 
-from .batch_rows import rows_of_batch, texts_of_batch
+from .batch import heads_of, recomputed_layers, rows_of_batch, texts_of_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,10 +74,10 @@ def documents_flops(flops: ForwardFlops, lengths: Sequence[int]) -> int:
 
 def longnet_flops(config: LongNetConfig) -> ForwardFlops:
     """Operation counts of a LongNet, from its configuration."""
-    assert config.num_kv_heads is not None
-    per_pair = pair_flops(config.num_heads // config.num_kv_heads, config.embed_dim // config.num_heads)
+    kv_heads, head_dim = heads_of(config)
+    per_pair = pair_flops(config.num_heads // kv_heads, head_dim)
     patterns = tuple(config.pattern(layer) for layer in range(config.num_layers))
-    return ForwardFlops(2 * config.num_matrix_weights, per_pair, patterns, config.num_kv_heads)
+    return ForwardFlops(2 * config.num_matrix_weights, per_pair, patterns, kv_heads)
 
 
 def pretrained_flops(model: PreTrainedModel, pattern: Pattern, num_kv_heads: int) -> ForwardFlops:
@@ -158,8 +159,7 @@ def step_work(settings: TrainSettings) -> StepWork:
     head = 2 * model.vocab_size * model.embed_dim * rows
     matrices = flops.per_token * rows - head
     of_layer = pairs_of(settings)
-    again = model.gradient_checkpointing
-    recomputed = [layer for layer in range(model.num_layers) if again and model.is_recomputed(layer)]
+    recomputed = recomputed_layers(model)
     attention = sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair
     attention += attention * BACKWARD_PRODUCTS // FORWARD_PRODUCTS
     attention += sum(of_layer[flops.patterns[layer]] for layer in recomputed) * flops.per_pair
@@ -174,10 +174,10 @@ def step_work(settings: TrainSettings) -> StepWork:
 def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
     """Pairs of a batch under each pattern, over key/value heads."""
     model = settings.model
-    assert model.num_kv_heads is not None
+    kv_heads, _ = heads_of(model)
     return {
         pattern: sum(
-            count * pattern.num_pairs(length, num_kv_heads=model.num_kv_heads, is_causal=True)
+            count * pattern.num_pairs(length, num_kv_heads=kv_heads, is_causal=True)
             for length, count in texts_of_batch(settings).items()
         )
         for pattern in dict.fromkeys(model.different_patterns)
@@ -194,9 +194,8 @@ def forward_work(settings: TrainSettings) -> StepWork:
 
 def block_matrices(model: LongNetConfig) -> list[tuple[int, int]]:
     """Input and output widths of the matrices of a block; query, key and value count as one."""
-    assert model.num_kv_heads is not None
     assert model.ffn_dim is not None
     width, inner = model.embed_dim, model.ffn_dim
-    key_width = width // model.num_heads * model.num_kv_heads
+    key_width = math.prod(heads_of(model))
     first = 2 * inner if model.activation == "swiglu" else inner
     return [(width, width + 2 * key_width), (width, width), (width, first), (inner, width)]

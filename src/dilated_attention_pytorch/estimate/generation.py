@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .attention import operator_bytes
+from .batch import heads_of
 from .live_bytes import LiveBytes, Moment
 from .memory import Footprint, parts_of, peak
 
@@ -196,12 +198,6 @@ def _marking(cache: BegunCache, layer: int, live: LiveBytes) -> Any:
     return after
 
 
-def fewer_layers(config: LongNetConfig) -> LongNetConfig:
-    """The same model with only as many layers as are needed to show what every layer takes."""
-    num_layers = min(config.num_layers, max(2, len(config.different_patterns)))
-    return dataclasses.replace(config, num_layers=num_layers)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """Lengths of a generation.
@@ -224,10 +220,9 @@ class Generation:
 
     def walk(self, settings: TrainSettings) -> CacheWalk:
         """Slots of the cache through the generation."""
-        model = settings.model
-        assert model.num_kv_heads is not None
-        patterns = tuple(dict.fromkeys(model.different_patterns))
-        return walk(patterns, model.num_kv_heads, self.prompt, self.new_tokens, self.chunk_size)
+        kv_heads, _ = heads_of(settings.model)
+        patterns = tuple(dict.fromkeys(settings.model.different_patterns))
+        return walk(patterns, kv_heads, self.prompt, self.new_tokens, self.chunk_size)
 
 
 def cache_bytes(settings: TrainSettings, generation: Generation) -> int:
@@ -237,14 +232,12 @@ def cache_bytes(settings: TrainSettings, generation: Generation) -> int:
         settings: settings of which model, batch size and precision are used.
         generation: lengths.
     """
-    return _cache_bytes(settings, generation.walk(settings))
+    return _cache_bytes(settings, generation.walk(settings).slots)
 
 
-def _cache_bytes(settings: TrainSettings, of: CacheWalk | CacheMoment, first_layer: int = 0) -> int:
+def _cache_bytes(settings: TrainSettings, slots: Mapping[Pattern, int], first_layer: int = 0) -> int:
     model = settings.model
-    assert model.num_kv_heads is not None
-    slots = of.slots if isinstance(of, CacheWalk) else of.after
-    of_slot = model.num_kv_heads * (model.embed_dim // model.num_heads) * computing_dtype(settings.precision).itemsize
+    of_slot = math.prod(heads_of(model)) * computing_dtype(settings.precision).itemsize
     layers = range(first_layer, model.num_layers)
     return 2 * settings.batch_size * of_slot * sum(slots[model.pattern(layer)] for layer in layers)
 
@@ -267,22 +260,22 @@ def generation_footprint(settings: TrainSettings, generation: Generation) -> Foo
     >>> from dilated_attention_pytorch.training import PRESETS
     >>> settings = dataclasses.replace(PRESETS["tiny"](), precision="float32")
     >>> lengths = Generation(prompt=1000, new_tokens=20, chunk_size=256)
-    >>> found = generation_footprint(settings, lengths)
-    >>> found.cache < cache_bytes(settings, lengths)  # the peak is while the prompt is read
+    >>> memory = generation_footprint(settings, lengths)
+    >>> memory.cache < cache_bytes(settings, lengths)  # the peak is while the prompt is read
     True
     """
     if settings.context_parallel > 1 or settings.tensor_parallel > 1:
         raise RunError(
-            "generation is planned for one process that holds all weights and the whole cache: leave "
+            "generation is planned for one process that holds all weights and the cache of all texts: leave "
             f"--context-parallel {settings.context_parallel} and --tensor-parallel {settings.tensor_parallel} out"
         )
     model, dtype = settings.model, computing_dtype(settings.precision)
-    traced = fewer_layers(model)
+    # As many layers as show what every layer takes.
+    traced = dataclasses.replace(model, num_layers=min(model.num_layers, max(2, len(model.different_patterns))))
     weights = (model.num_parameters - traced.num_parameters) * dtype.itemsize
-    found = []
+    peaks = []
     for mark in generation.walk(settings).marks:
-        parts = [parts_of(moment) for moment in traced_call(traced, mark, settings.batch_size, dtype)]
-        one = peak(parts)
-        cache = one.cache + _cache_bytes(settings, mark, traced.num_layers)
-        found.append(dataclasses.replace(one, weights=one.weights + weights, cache=cache))
-    return max(found, key=lambda one: one.total)
+        of_few = peak(map(parts_of, traced_call(traced, mark, settings.batch_size, dtype)))
+        cache = of_few.cache + _cache_bytes(settings, mark.after, traced.num_layers)
+        peaks.append(dataclasses.replace(of_few, weights=of_few.weights + weights, cache=cache))
+    return max(peaks, key=lambda peak: peak.total)

@@ -128,9 +128,9 @@ class LiveBytes(TorchDispatchMode):
         self._now[part] += size
 
     def _forget(self, key: int) -> None:
-        found = self._storages.pop(key, None)
-        if found is not None:
-            self._now[found[0]] -= found[1]
+        entry = self._storages.pop(key, None)
+        if entry is not None:
+            self._now[entry[0]] -= entry[1]
 
 
 def _on_free(forget: weakref.WeakMethod[Callable[[int], None]], key: int, _: Hashable) -> None:

@@ -32,13 +32,19 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import rows_of_batch, with_length
+from .batch import (
+    attention_of,
+    of_mesh,
+    processes_of_a_batch,
+    recomputed_layers,
+    rows_of_batch,
+    with_length,
+)
 from .exchange import SentBytes, exchanges
 from .flops import pairs_of, step_work
 from .memory import footprint
 from .processes import exchange_rates, shared_step_seconds, step_seconds
 from .seconds import StepSeconds
-from .workload import Workload
 
 _FORMAT = "dilated-attention-pytorch measurements 1"
 _MOST_SECONDS = 120.0
@@ -136,11 +142,6 @@ class Here:
         return max(point.gradients, 1e-9) / expected
 
 
-def processes_of_a_batch(settings: TrainSettings) -> int:
-    """Number of processes that share the rows or the products of one batch."""
-    return settings.context_parallel * settings.tensor_parallel
-
-
 def attention_seconds(
     settings: TrainSettings, step: tuple[tuple[float, float], ...], forward: tuple[tuple[float, float], ...]
 ) -> float:
@@ -152,12 +153,12 @@ def attention_seconds(
         forward: the same for the forward pass alone, which recomputed layers repeat.
     """
     model, rows = settings.model, rows_of_batch(settings)
-    pairs, patterns = pairs_of(settings), model.different_patterns
+    pairs, patterns, again = pairs_of(settings), model.different_patterns, recomputed_layers(model)
     total = 0.0
     for layer in range(model.num_layers):
         pattern_index = patterns.index(model.pattern(layer))
         passes = [step[pattern_index]]
-        if model.gradient_checkpointing and model.is_recomputed(layer):
+        if layer in again:
             passes.append(forward[pattern_index])
         total += sum(a * rows + b * pairs[patterns[pattern_index]] for a, b in passes)
     return total
@@ -178,11 +179,11 @@ def rows_of(settings: TrainSettings) -> float:
 def shape_of_steps(settings: TrainSettings, num_processes: int) -> str:
     """Digest of all that determines the time of a step, except its layers and lengths."""
     same = {**settings.model.to_dict(), "num_layers": 0}
-    told: list[Any] = [same, settings.precision, settings.optimizer]
+    values: list[Any] = [same, settings.precision, settings.optimizer]
     if num_processes > 1:
         names = ("data_parallel", "context_parallel", "heads_parallel", "tensor_parallel", "strategy", "layout")
-        told += [num_processes, *(getattr(settings, name) for name in names)]
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=6).hexdigest()
+        values += [num_processes, *(getattr(settings, name) for name in names)]
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 @dataclass(slots=True)
@@ -231,11 +232,13 @@ class Measurements:
 def _read(file: Path, hardware: Hardware) -> dict[str, list[float]]:
     try:
         record = read_record(file, _FORMAT, hardware) or {"values": {}}
-        values = {str(name): [float(one) for one in some] for name, some in record["values"].items()}
-        if not all(math.isfinite(one) and one >= 0 for some in values.values() for one in some):
+        values = {str(name): [float(number) for number in numbers] for name, numbers in record["values"].items()}
+        if not all(math.isfinite(number) and number >= 0 for numbers in values.values() for number in numbers):
             raise ValueError("a number is not finite, or below 0")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{file} holds no measurements ({error}); delete it, and they are taken anew") from error
+        raise RunError(
+            f"{file} holds no measurements ({error}); delete it, and this machine is measured again"
+        ) from error
     return values
 
 
@@ -306,9 +309,9 @@ class _Probe:
             self._attention(sorted({*lengths, longest}), is_training=is_training) for is_training in (True, False)
         )
         points = []
-        for told, gradients, optimizer in self._steps(layers, texts, lengths, threads):
-            others = attention_seconds(told, attention, forward) * shared / processes_of_a_batch(self.settings)
-            points.append(StepPoint(told.model.num_layers, rows_of(told), max(0.0, gradients - others), optimizer))
+        for step, gradients, optimizer in self._steps(layers, texts, lengths, threads):
+            others = attention_seconds(step, attention, forward) * shared / processes_of_a_batch(self.settings)
+            points.append(StepPoint(step.model.num_layers, rows_of(step), max(0.0, gradients - others), optimizer))
         exchange = [0.0, 0.0]
         if self.num_processes > 1:
             exchange = self.measured.get("exchange", lambda: exchange_rates(self.device.type, self._left()))
@@ -346,18 +349,18 @@ class _Probe:
         """Small steps, with the seconds of their gradients and of their optimizer."""
         steps = [self._small(number, length, texts) for number in layers for length in lengths]
         if self.num_processes == 1:
-            for told in steps:
-                words = f"step of {told.model.num_layers} layers, {texts} x {told.context_length} rows"
+            for step in steps:
+                words = f"step of {step.model.num_layers} layers, {texts} x {step.context_length} rows"
                 kind = self.device.type
-                found = self.measured.get(self._name(words), lambda told=told, kind=kind: step_seconds(told, kind))  # type: ignore[misc]
-                yield told, found[0], found[1]
+                seconds = self.measured.get(self._name(words), lambda step=step, kind=kind: step_seconds(step, kind))  # type: ignore[misc]
+                yield step, seconds[0], seconds[1]
             return
         shared, count, device = [self._shared(one) for one in steps], self.num_processes, self.device.type
-        found = self.measured.get(
+        seconds = self.measured.get(
             self._name(f"steps of {layers} layers, {texts} x {lengths} rows"),
             lambda: shared_step_seconds(shared, count, device, threads, self._left()),
         )
-        yield from zip(shared, found[::2], found[1::2], strict=True)
+        yield from zip(shared, seconds[::2], seconds[1::2], strict=True)
 
     def _name(self, words: str) -> str:
         """Name of a measurement, with a digest of the model's shape without its number of layers."""
@@ -404,25 +407,17 @@ class _Probe:
             model=model,
             batch_size=texts,
             gradient_accumulation=1,
-            data_parallel="ddp",
-            context_parallel=1,
-            heads_parallel=1,
-            tensor_parallel=1,
-            offload="none",
-            offload_folder=None,
-            strategy="auto",
-            layout="auto",
             packing="windows",
-            parallel="manual",
+            **of_mesh(),
         )
 
-    def _shared(self, told: TrainSettings) -> TrainSettings:
+    def _shared(self, step: TrainSettings) -> TrainSettings:
         """The step with the parallel settings of the run."""
         names = ("context_parallel", "heads_parallel", "tensor_parallel", "strategy", "layout", "data_parallel")
         given = {name: getattr(self.settings, name) for name in names}
         if given["data_parallel"].startswith("zero"):
             given["data_parallel"] = "ddp"
-        return dataclasses.replace(told, **given)
+        return dataclasses.replace(step, **given)
 
     def _check_size(self, layers: int, length: int, texts: int) -> None:
         needed = self._bytes(layers, length, texts)
@@ -434,37 +429,23 @@ class _Probe:
 
     def _attention(self, lengths: list[int], *, is_training: bool) -> tuple[tuple[float, float], ...]:
         """Seconds per row and per pair, for each pattern."""
-        found = []
+        rates = []
         for index in range(len(self.settings.model.different_patterns)):
             counts, seconds = [], []
             for length in lengths:
                 seconds.append(self._attended(index, length, is_training=is_training))
-                told = self._small(self.settings.model.num_layers, length)
-                counts.append([float(length), float(pairs_of(told)[self.settings.model.different_patterns[index]])])
+                step = self._small(self.settings.model.num_layers, length)
+                counts.append([float(length), float(pairs_of(step)[self.settings.model.different_patterns[index]])])
             of_row, of_pair = fit_seconds(counts, seconds)
-            found.append((of_row, of_pair))
-        return tuple(found)
+            rates.append((of_row, of_pair))
+        return tuple(rates)
 
     def _attended(self, index: int, length: int, *, is_training: bool) -> float:
-        model = self.settings.model
-        assert model.num_kv_heads is not None
-        kind = "of a step" if is_training else "forward"
-
         def measure() -> list[float]:
-            assert model.num_kv_heads is not None
-            workload = Workload(
-                sequence_length=length,
-                batch_size=1,
-                num_heads=model.num_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.embed_dim // model.num_heads,
-                dtype=computing_dtype(self.settings.precision),
-                is_causal=True,
-                is_training=is_training,
-            )
-            call = call_of(workload, self.device)
-            pattern = model.different_patterns[index]
+            call = call_of(attention_of(self.settings, length, 1, is_training=is_training), self.device)
+            pattern = self.settings.model.different_patterns[index]
             call(pattern)
             return [statistics.median(call(pattern) for _ in range(_CALLS))]
 
+        kind = "of a step" if is_training else "forward"
         return self.measured.get(self._name(f"attention {index} {kind}, {length} rows"), measure)[0]

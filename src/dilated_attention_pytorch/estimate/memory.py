@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+from torch.torch_version import TorchVersion
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import check_memory, free_memory, in_bytes, return_freed_blocks
@@ -18,11 +22,10 @@ from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import Optimizer, TrainSettings
 
 from .attention import kernel_bytes
-from .batch_rows import rows_of_batch, with_length
+from .batch import attention_of, heads_of, rows_of_batch, with_length
 from .flops import block_matrices
 from .live_bytes import PARTS, Moment
 from .step import moments
-from .workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -40,6 +43,10 @@ _MOST_MOMENTS = _LEAST_MOMENTS | {"muon": 8, "adamw-8bit": 3}
 """Upper bound over all weights: Muon uses AdamW for weights that are not matrices, and 8-bit moments have scales."""
 _ROUNDED_BYTES = 22
 """Bytes per weight of the largest matrix while ``adamw-bf16`` rounds a moment: both in float32, and random numbers."""
+_HIGHEST_ERROR = 10
+"""Bound in percent on how far an estimate is above the peak, see :func:`check_training_memory`."""
+_KEEPS_COPIES = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+"""Whether PyTorch keeps the memory into which it has copied a checkpoint."""
 _GATHERED_BYTES = 12
 """Bytes per weight of a matrix that Muon gathers: weight, gradient and moment."""
 
@@ -144,19 +151,10 @@ def _own_rows(settings: TrainSettings) -> TrainSettings:
 
 def _attention_bytes(settings: TrainSettings) -> dict[str, int]:
     """Temporary bytes of attention in the layer that takes most, by operator."""
-    model = settings.model
-    assert model.num_kv_heads is not None
-    workload = Workload(
-        sequence_length=settings.context_length,
-        batch_size=settings.batch_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.embed_dim // model.num_heads,
-        dtype=computing_dtype(settings.precision),
-        is_causal=True,
-    )
+    workload = attention_of(settings, settings.context_length, settings.batch_size)
     of_patterns = [
-        kernel_bytes(pattern, workload, threads=max(1, settings.threads)) for pattern in model.different_patterns
+        kernel_bytes(pattern, workload, threads=max(1, settings.threads))
+        for pattern in settings.model.different_patterns
     ]
     forward, backward = map(max, zip(*of_patterns, strict=True))
     return {"attend": forward, "attend_backward": backward}
@@ -180,27 +178,29 @@ def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
     computed. In a step of several batches, all gradients are alive from the second one on. Not counted: memory of
     libraries (about 0.1 GB more after the first step than before) and freed pages that the allocator retains.
     """
-    own, exchanged, tensor = _own_rows(settings), _exchanged_bytes(settings), settings.tensor_parallel
-    attention = _attention_bytes(own)
+    tensor = settings.tensor_parallel
     is_sharded = settings.data_parallel == "fsdp" and num_processes > 1
     ranks = num_processes if is_sharded else tensor
-    states, stepping = optimizer_bytes(own, is_split=ranks > 1)
+    states, stepping = optimizer_bytes(settings, is_split=ranks > 1)
     gathered = _gathered_bytes(settings.model) // tensor if is_sharded else 0
     weights = _FLOAT32 * settings.model.num_parameters
-    found = [
-        {
-            "weights": weights // ranks,
-            "gradients": weights // ranks,
-            "optimizer": states // ranks,
-            "temporaries": stepping if settings.optimizer == "muon" else stepping // ranks,
-        }
-    ]
-    for moment in moments(own):
-        parts = parts_of(moment) | {"optimizer": states // ranks}
-        if moment.attention is not None:
-            parts |= {"attention": attention.get(moment.attention, 0) // tensor, "exchange": exchanged}
-        found.append(_split(parts, settings.model, gathered, tensor=tensor, ranks=ranks))
-    highest = peak(found)
+    in_optimizer = {
+        "weights": weights // ranks,
+        "gradients": weights // ranks,
+        "optimizer": states // ranks,
+        "temporaries": stepping if settings.optimizer == "muon" else stepping // ranks,
+    }
+    in_passes = (
+        _split(
+            parts | {"optimizer": states // ranks, "attention": parts["attention"] // tensor},
+            settings.model,
+            gathered,
+            tensor=tensor,
+            ranks=ranks,
+        )
+        for parts in _parts_of_passes(settings, is_training=True)
+    )
+    highest = peak([in_optimizer, *in_passes])
     if settings.data_parallel == "ddp":
         # DDP has a copy of all gradients in its buckets.
         is_spread = num_processes > tensor
@@ -211,26 +211,24 @@ def footprint(settings: TrainSettings, num_processes: int) -> Footprint:
 def _split(parts: dict[str, int], model: LongNetConfig, gathered: int, *, tensor: int, ranks: int) -> dict[str, int]:
     """Bytes of one of ``ranks`` processes that split the weights, ``tensor`` of which split matrices and heads.
 
-    ``gathered`` bytes of weights and of gradients are whole.
-
-    Under tensor parallelism the LayerNorms between the modules that are split are whole in every process, and about
-    half of the activations: those between these modules.
+    ``gathered`` bytes of weights and of gradients are not split. Under tensor parallelism neither are the LayerNorms
+    between the modules that are split, and about half of the activations, those between these modules.
     """
     norms = _FLOAT32 * (4 * model.num_layers + 2) * model.embed_dim if tensor > 1 else 0
-    whole = min(parts["gradients"], gathered)
+    unsplit = min(parts["gradients"], gathered)
     return parts | {
         "weights": parts["weights"] // ranks + gathered + norms,
-        "gradients": (parts["gradients"] - whole) // ranks + whole,
+        "gradients": (parts["gradients"] - unsplit) // ranks + unsplit,
         "activations": (parts["activations"] + parts["activations"] // tensor) // 2,
         "temporaries": (parts["temporaries"] + parts["temporaries"] // tensor) // 2,
     }
 
 
 def _gathered_bytes(model: LongNetConfig) -> int:
-    """Bytes of whole weights, and of whole gradients, while a block is computed under FSDP.
+    """Bytes of weights, and of gradients, that are not split while a block is computed under FSDP.
 
-    Embedding, last LayerNorm and output matrix stay gathered through both passes. The gradients of a block are whole
-    until they are scattered.
+    Embedding, last LayerNorm and output matrix stay gathered through both passes. The gradients of a block are
+    split when they are scattered.
     """
     one, two = (dataclasses.replace(model, num_layers=number).num_parameters for number in (1, 2))
     outside, block = 2 * one - two, two - one
@@ -251,31 +249,31 @@ def evaluation_footprint(settings: TrainSettings, num_processes: int) -> Footpri
             "a forward pass is planned for processes that have all weights: leave --data-parallel "
             f"{settings.data_parallel} and --tensor-parallel {settings.tensor_parallel} out"
         )
+    return peak(_parts_of_passes(settings, is_training=False))
+
+
+def _parts_of_passes(settings: TrainSettings, *, is_training: bool) -> Iterator[dict[str, int]]:
+    """Bytes by category at all moments of the passes of this process's rows, with whole weights and no optimizer."""
     own, exchanged = _own_rows(settings), _exchanged_bytes(settings)
     attention = _attention_bytes(own)
-    return peak(
-        {
-            **parts_of(moment),
-            "attention": attention.get(moment.attention or "", 0),
-            "exchange": 0 if moment.attention is None else exchanged,
-        }
-        for moment in moments(own, is_training=False)
-    )
+    for moment in moments(own, is_training=is_training):
+        parts = parts_of(moment)
+        if moment.attention is not None:
+            parts |= {"attention": attention.get(moment.attention, 0), "exchange": exchanged}
+        yield parts
 
 
 def _exchanged_bytes(settings: TrainSettings) -> int:
     """Largest number of bytes of other processes' keys, values and their gradients held at once."""
     if settings.context_parallel == 1:
         return 0
-    model = settings.model
-    assert model.num_kv_heads is not None
     rows = rows_of_batch(settings, settings.context_parallel)
-    of_row = 2 * model.embed_dim // model.num_heads * model.num_kv_heads * _element(settings.precision)
+    of_row = 2 * math.prod(heads_of(settings.model)) * _element(settings.precision)
     # Ring: the rows in use, those being received, and those being sent.
     return 3 * rows * of_row
 
 
-def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) -> Footprint:
+def _with_zero(memory: Footprint, settings: TrainSettings, num_processes: int) -> Footprint:
     """Footprint on the device with DeepSpeed's sharding and offloading."""
     parameters = settings.model.num_parameters
     stage = settings.data_parallel
@@ -284,24 +282,33 @@ def _with_zero(found: Footprint, settings: TrainSettings, num_processes: int) ->
     share = 0 if settings.offload in ("parameters", "nvme") else 4 * parameters // num_processes
     weights = share if stage == "zero3" else 4 * parameters
     gradients = 4 * parameters if stage == "zero1" else 4 * parameters // num_processes
-    return dataclasses.replace(found, weights=weights, gradients=gradients, optimizer=stepped)
+    return dataclasses.replace(memory, weights=weights, gradients=gradients, optimizer=stepped)
 
 
 def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, num_parameters: int) -> Footprint:
     """Lower bound for a step of a pretrained model of any architecture.
 
-    Counts what all kinds of layers keep: the layer's input, both norms, queries, and attention's output.
+    Counts weights, optimizer state, and what all kinds of layers save for the backward pass: the layer's input, both
+    norms, queries, and attention's output. The backward pass frees it while it makes the gradients, so of the gradients
+    of a single batch only those count that are larger than that.
     """
     text = config.get_text_config()
     windows = max(1, settings.batch_tokens // settings.length)
     tokens = max(windows * settings.length, settings.length)
     layers = text.num_hidden_layers
     per_layer = (12 + 2 * _element(settings.precision)) * text.hidden_size
-    kept = 4 * layers * text.hidden_size + per_layer if settings.gradient_checkpointing else layers * per_layer
+    saved = tokens * (
+        4 * layers * text.hidden_size + per_layer if settings.gradient_checkpointing else layers * per_layer
+    )
     logits = logits_at_once(tokens, text.vocab_size) * 4
-    states = (_FLOAT32 + _LEAST_MOMENTS[settings.optimizer]) * num_parameters
+    weights = _FLOAT32 * num_parameters
+    freed = saved + logits if settings.gradient_accumulation == 1 else 0
     return Footprint(
-        _FLOAT32 * num_parameters, _FLOAT32 * num_parameters, states - _FLOAT32 * num_parameters, tokens * kept, logits
+        weights=weights,
+        gradients=max(0, weights - freed),
+        optimizer=_LEAST_MOMENTS[settings.optimizer] * num_parameters,
+        activations=saved,
+        loss=logits,
     )
 
 
@@ -310,20 +317,28 @@ def _element(precision: Precision) -> int:
 
 
 def check_training_memory(settings: TrainSettings, device: str, num_processes: int) -> None:
-    """Raise :class:`RunError` if a run needs more memory than the device has free (processes share the CPU's memory).
+    """Raise :class:`RunError` if a run certainly needs more memory than the device has free.
+
+    Nine tenths of the estimate (:func:`footprint`) are certain: it was at most 3 % above the measured peak in 100 steps
+    (``docs/planner.md``), and up to 10 % under tensor parallelism, of which the split of the activations is estimated.
+    So a run whose estimate is above the free memory by less than that may start. Processes share a CPU's memory. There,
+    the copy from which checkpoints are written counts where it is certain: PyTorch keeps it from version 2.13 on,
+    unless processes split the weights and gather them for every checkpoint.
 
     With ``--parallel auto`` the check runs after the choice. If a CPU's memory suffices, but not for what malloc could
     keep of freed blocks, these are returned to the system from now on (:func:`.memory.return_freed_blocks`).
     """
     if settings.parallel == "auto":
         return
-    least = footprint(settings, num_processes)
-    if settings.async_checkpoints and device == "cpu":
+    is_split = settings.data_parallel != "ddp" or settings.tensor_parallel > 1
+    estimate = footprint(settings, num_processes)
+    if settings.async_checkpoints and device == "cpu" and _KEEPS_COPIES and not is_split:
         copy = _copied_bytes(settings.optimizer, settings.model.num_parameters)
-        least = dataclasses.replace(least, checkpoint=copy)
+        estimate = dataclasses.replace(estimate, checkpoint=copy)
     _check(
-        least,
+        estimate,
         device,
+        error=_HIGHEST_ERROR,
         batch="take a smaller --batch-size, --max-tokens or --context-length, or add --model.gradient-checkpointing",
         model="take a smaller --model.embed-dim, --model.ffn-dim or --model.num-layers",
     )
@@ -332,9 +347,9 @@ def check_training_memory(settings: TrainSettings, device: str, num_processes: i
 def check_extension_memory(
     settings: ExtensionSettings, config: PreTrainedConfig, num_parameters: int, device: str
 ) -> None:
-    """:func:`check_training_memory` for a context extension run."""
+    """:func:`check_training_memory` for a context extension run, by the lower bound of its memory."""
     least = extension_footprint(settings, config, num_parameters)
-    if settings.async_checkpoints and device == "cpu":
+    if settings.async_checkpoints and device == "cpu" and _KEEPS_COPIES:
         least = dataclasses.replace(least, checkpoint=_copied_bytes(settings.optimizer, num_parameters))
     _check(
         least,
@@ -344,18 +359,26 @@ def check_extension_memory(
     )
 
 
-def _check(least: Footprint, device: str, *, batch: str, model: str) -> None:
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1
-    remedy = batch if least.of_batch > least.states else model
-    # No process has selected its device yet.
-    where = device if device == "cpu" else f"{device}:{os.environ.get('LOCAL_RANK', '0')}"
+def device_of_process(device: str) -> tuple[str, int]:
+    """The device of this process, which has not selected it yet, and the number of processes that share its memory."""
+    if device == "cpu":
+        return device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return f"{device}:{os.environ.get('LOCAL_RANK', '0')}", 1
+
+
+def _check(estimate: Footprint, device: str, *, batch: str, model: str, error: int = 0) -> None:
+    """Refuse a run whose estimate less ``error`` percent is above the free memory; 0 is for a lower bound."""
+    where, sharing = device_of_process(device)
+    total, parts = in_bytes(estimate.total), estimate.describe()
     # There is one copy, whatever the number of processes that share the memory.
     check_memory(
-        least.total + least.checkpoint // sharing,
+        (100 - error) * estimate.total // 100 + estimate.checkpoint // sharing,
         where,
-        what=f"the run {least.describe()}",
-        remedy=remedy,
+        what=f"the run, whose estimate of {total} {parts} is at most {error} % too high,"
+        if error
+        else f"the run {parts}",
+        remedy=batch if estimate.of_batch > estimate.states else model,
         sharing=sharing,
     )
-    if device == "cpu" and sys.platform == "linux" and _KEPT_BY_MALLOC * sharing * least.total > free_memory("cpu"):
+    if device == "cpu" and sys.platform == "linux" and _KEPT_BY_MALLOC * sharing * estimate.total > free_memory("cpu"):
         return_freed_blocks()

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.chart_page import COLORS, END, LAYOUT, beginning, drawn
-from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import with_length
+from .batch import of_mesh, with_length
 from .memory import footprint
-from .run import Device, MemoryPlan, RunPlan, plan_run
-from .solve import longest_context, meshes
+from .run import Device, MemoryPlan, RunPlan
+from .solve import longest_context, meshes, plan_if_possible
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -79,10 +79,9 @@ def pictures_of(settings: TrainSettings, num_processes: int, device: Device) -> 
     seconds, frontier = [], []
     for power in range(_RANKS):
         number = num_processes * 2**power
-        found = meshes(settings, number, device)
-        if found:
-            parts = dataclasses.asdict(found[0].plan.seconds)
-            seconds.append((number, found[0].flags, {name: parts[name] for name in SECONDS}))
+        for best in meshes(settings, number, device)[:1]:
+            parts = dataclasses.asdict(best.plan.seconds)
+            seconds.append((number, best.flags, {name: parts[name] for name in SECONDS}))
         longest = _longest_of(settings, number, device)
         if longest:
             frontier.append((number, longest))
@@ -93,24 +92,14 @@ def pictures_of(settings: TrainSettings, num_processes: int, device: Device) -> 
 
 def _longest_of(settings: TrainSettings, number: int, device: Device) -> int:
     """Longest context on devices that all share every sequence and hold whole weights; 0 if they cannot run it."""
-    try:
-        told = with_length(
-            settings,
-            max(settings.context_length, number),
-            context_parallel=number,
-            heads_parallel=1,
-            tensor_parallel=1,
-            data_parallel="ddp",
-            offload="none",
-            offload_folder=None,
-            strategy="auto",
-            layout="auto",
-            parallel="manual",
-        )
-        plan_run(told, number, device)
-    except (RunError, ValueError, NotImplementedError):
+
+    def shared() -> TrainSettings:
+        mesh = of_mesh(context=number) | {"strategy": "auto", "layout": "auto"}
+        return with_length(settings, max(settings.context_length, number), **mesh)
+
+    if plan_if_possible(shared, number, device) is None:
         return 0
-    return longest_context(told, number, device.sheet.memory_bytes)
+    return longest_context(shared(), number, device.sheet.memory_bytes)
 
 
 def page(
@@ -125,15 +114,13 @@ def page(
         settings: settings of the run, by name.
         pictures: data of the charts; None for a page without charts.
     """
-    from dilated_attention_pytorch.memory import in_bytes
-
     yield from beginning(title)
     yield from (f"<p>{html.escape(sentence)}</p>" for sentence in words)
-    memory = [(said, in_bytes(getattr(plan.footprint, name))) for name, said in PARTS.items()]
+    memory = [(label, in_bytes(getattr(plan.footprint, name))) for name, label in PARTS.items()]
     memory += [("all", in_bytes(plan.footprint.total)), ("the device has", in_bytes(plan.memory_bytes))]
     yield "<h2>Memory of a process at the peak</h2>" + _table(memory)
     if isinstance(plan, RunPlan):
-        seconds = [(said, f"{getattr(plan.seconds, name):.3g} s") for name, said in SECONDS.items()]
+        seconds = [(label, f"{getattr(plan.seconds, name):.3g} s") for name, label in SECONDS.items()]
         yield "<h2>Seconds</h2>" + _table([*seconds, ("all", f"{plan.seconds.total:.3g} s")])
     if pictures is not None:
         yield "<h2>Other lengths, other numbers of devices</h2><p>Touch or point at a chart to read it.</p><main>"
@@ -142,26 +129,26 @@ def page(
             ("seconds", "Seconds of a step by part, over the number of devices, each with its best mesh", _seconds),
             ("frontier", "Longest text that fits, over the devices that share it with whole weights", _frontier),
         ):
-            told = (
-                "".join(f"<p>{html.escape(sentence)}</p>" for sentence in _meshes(pictures)) if draw is _seconds else ""
-            )
-            yield f"<section><h3>{heading}</h3>{drawn(_chart(draw, pictures), name)}{told}</section>"
+            below = _meshes(pictures) if draw is _seconds else ""
+            yield f"<section><h3>{heading}</h3>{drawn(_chart(draw, pictures), name)}{below}</section>"
         yield "</main>"
     yield "<h2>Settings</h2>" + _table(list(_flat(settings)))
     yield END
 
 
-def _meshes(pictures: Pictures) -> Iterator[str]:
-    """The mesh for each number of devices, as text that is too long for the axis of a chart."""
-    for number, flags, _ in pictures.seconds:
-        yield f"{number} {'device' if number == 1 else 'devices'}: {flags or 'data parallel'}"
+def _meshes(pictures: Pictures) -> str:
+    """The mesh for each number of devices, as paragraphs: too long for the axis of a chart."""
+    return "".join(
+        f"<p>{number} {'device' if number == 1 else 'devices'}: {html.escape(flags or 'data parallel')}</p>"
+        for number, flags, _ in pictures.seconds
+    )
 
 
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Settings with nested ones flattened, line by line: a single line would be wider than a phone's screen."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", said) for inner, said in _flat(value))
+            yield from ((f"{name}.{inner}", text) for inner, text in _flat(value))
         else:
             yield name, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
@@ -181,10 +168,10 @@ def _chart(draw: Callable[[Figure, Pictures], None], pictures: Pictures) -> Figu
 
 
 def _bars(figure: Figure, names: Mapping[str, str], xs: Sequence[str], rows: Sequence[Mapping[str, float]]) -> None:
-    for index, (name, said) in enumerate(names.items()):
+    for index, (name, label) in enumerate(names.items()):
         values = [row[name] for row in rows]
         if any(values):
-            figure.add_bar(x=xs, y=values, name=said, marker_color=COLORS[index % len(COLORS)])
+            figure.add_bar(x=xs, y=values, name=label, marker_color=COLORS[index % len(COLORS)])
 
 
 def _memory(figure: Figure, pictures: Pictures) -> None:

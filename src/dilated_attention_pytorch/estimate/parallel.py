@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.ops.validation import documents_of
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
-from dilated_attention_pytorch.planning.heads import Heads
-from dilated_attention_pytorch.planning.layout import Layout, Shards
-from dilated_attention_pytorch.planning.pairs import num_pairs
-from dilated_attention_pytorch.planning.plan import CallShape, plan
-from dilated_attention_pytorch.planning.shards import ShardedCall
-from dilated_attention_pytorch.planning.traffic import gather_group_parts, gathered_rows, sent_rows
+from dilated_attention_pytorch.plan.heads import Heads
+from dilated_attention_pytorch.plan.layout import Layout, Shards
+from dilated_attention_pytorch.plan.pairs import num_pairs
+from dilated_attention_pytorch.plan.planner import CallShape, plan
+from dilated_attention_pytorch.plan.shards import ShardedCall
+from dilated_attention_pytorch.plan.traffic import gather_group_parts, gathered_rows, sent_rows
 
 Strategy = Literal["auto", "ring", "gather", "heads"]
 
@@ -181,17 +181,17 @@ def plan_parallel(
     if len(ranks) not in (1, 2) or not are_counts:
         raise ValueError(f"mesh must be one or two numbers of ranks, each at least 1, got {ranks}")
     call = ShardedCall(pattern, kv_heads, is_causal, query_offset, documents_of(cu_seqlens, rows))
-    size = Shape(call, batch, rows, heads, head_dim, dtype, is_padded, ranks)
+    size = ShardedShape(call, batch, rows, heads, head_dim, dtype, is_padded, ranks)
     return _plan(size, ("contiguous", "zigzag"), machine or Machine())
 
 
-def cheapest(size: Shape, layout: Layout) -> Strategy:
+def cheapest(size: ShardedShape, layout: Layout) -> Strategy:
     """The cheapest strategy for rows in ``layout``."""
     return _plan(size, (layout,), Machine()).strategy
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(size: Shape, layouts: tuple[Layout, ...], machine: Machine) -> ParallelPlan:
+def _plan(size: ShardedShape, layouts: tuple[Layout, ...], machine: Machine) -> ParallelPlan:
     estimates = [_estimate(size, strategy, layout, machine) for layout in layouts for strategy in _possible(size)]
     # Ties go to the first: contiguous rows, and the ring, which needs the least memory.
     by_time = sorted(estimates, key=lambda estimate: estimate.seconds)
@@ -204,7 +204,7 @@ def _plan(size: Shape, layouts: tuple[Layout, ...], machine: Machine) -> Paralle
     return ParallelPlan(size.ranks, size.num_rows, (best, *(one for one in by_time if one is not best)))
 
 
-def _possible(size: Shape) -> list[Strategy]:
+def _possible(size: ShardedShape) -> list[Strategy]:
     if any(group.boundaries is not None for group in size.call.pattern.groups):
         raise NotImplementedError(
             "plans count segments of one length, and a SegmentedPattern has ragged ones; name the strategy: "
@@ -224,7 +224,7 @@ def _possible(size: Shape) -> list[Strategy]:
     return strategies
 
 
-def _estimate(size: Shape, strategy: Strategy, layout: Layout, machine: Machine) -> Estimate:
+def _estimate(size: ShardedShape, strategy: Strategy, layout: Layout, machine: Machine) -> Estimate:
     if strategy == "heads":
         costs = _heads_costs(size, size.ranks[0], size.num_rows, layout)
         flops, remote = _heads_flops(size, size.ranks[0]), torch.zeros(())
@@ -261,7 +261,7 @@ def _estimate(size: Shape, strategy: Strategy, layout: Layout, machine: Machine)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ShardedShape:
     """Sizes of a call over several ranks."""
 
     call: ShardedCall
@@ -307,7 +307,7 @@ class _Costs(NamedTuple):
     """Messages that each rank sends in the backward pass."""
 
 
-def _row_costs(size: Shape, layout: Layout, *, is_gathered: bool) -> tuple[_Costs, list[int], Tensor]:
+def _row_costs(size: ShardedShape, layout: Layout, *, is_gathered: bool) -> tuple[_Costs, list[int], Tensor]:
     """Costs of ring or gather along the first axis, with the heads split along the second axis if there is one.
 
     Returns:
@@ -349,14 +349,14 @@ def _row_costs(size: Shape, layout: Layout, *, is_gathered: bool) -> tuple[_Cost
     return of_ranks, flops, remote.flatten()
 
 
-def _ring_costs(size: Shape, call: ShardedCall, shards: Shards) -> _Costs:
+def _ring_costs(size: ShardedShape, call: ShardedCall, shards: Shards) -> _Costs:
     """Keys and values are sent in both passes; in the backward pass their gradients return."""
     sent, row = sent_rows(call, shards), 2 * size.row_bytes + size.mask_bytes
     there, back = sent.given * row, sent.taken * 2 * size.row_bytes
     return _Costs(there, there + back, sent.most * row, sent.messages, sent.messages + sent.messages_taken)
 
 
-def _gather_costs(size: Shape, call: ShardedCall, shards: Shards) -> _Costs:
+def _gather_costs(size: ShardedShape, call: ShardedCall, shards: Shards) -> _Costs:
     """Keys and values are gathered in both passes; in the backward pass their gradients are also reduce-scattered."""
     row = 2 * size.row_bytes + size.mask_bytes
     sent, sums = (gathered_rows(call, shards, of_row) for of_row in (row, 2 * size.sum_bytes))
@@ -364,13 +364,13 @@ def _gather_costs(size: Shape, call: ShardedCall, shards: Shards) -> _Costs:
     return _Costs(there, there + back, sent.most * row, sent.messages, sent.messages + sums.messages)
 
 
-def _heads_costs(size: Shape, num_ranks: int, num_rows: int, layout: Layout) -> _Costs:
+def _heads_costs(size: ShardedShape, num_ranks: int, num_rows: int, layout: Layout) -> _Costs:
     """Costs of the all-to-all of ``num_rows`` rows among ``num_ranks`` ranks, in both directions."""
     heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_ranks)
     shards = Shards(num_rows, num_ranks, layout)
     held = torch.tensor([sum(stop - start for start, stop in runs) for runs in shards])
     row_bytes = [
-        torch.tensor([len(some) * size.row_bytes for some in of_rank]) for of_rank in (heads.queries, heads.kv)
+        torch.tensor([len(own) * size.row_bytes for own in of_ranks]) for of_ranks in (heads.queries, heads.kv)
     ]
     row_bytes.append(torch.full((num_ranks,), size.batch_size if size.is_padded else 0))
     # Bytes of one tensor from the rank of the row to the rank of the column, on the way to the ranks of the heads.
@@ -383,14 +383,14 @@ def _heads_costs(size: Shape, num_ranks: int, num_rows: int, layout: Layout) -> 
     return _Costs(sent.sum(1), sent_back.sum(1), int(sent.max()), messages, back_messages)
 
 
-def _heads_flops(size: Shape, num_ranks: int) -> list[int]:
-    """Operations of each rank if ranks compute some heads of the whole sequence."""
+def _heads_flops(size: ShardedShape, num_ranks: int) -> list[int]:
+    """Operations of each rank if each computes its heads for all rows."""
     heads = Heads.split(size.num_heads, size.call.num_kv_heads, num_ranks)
     call, rows = size.call, size.num_rows
     flops = []
     for rank in range(num_ranks):
         kv, ratio = heads.kv_of_queries(rank, size.ratio)
-        whole = CallShape(
+        of_heads = CallShape(
             call.pattern.for_heads(kv, call.num_kv_heads),
             size.batch_size,
             rows,
@@ -402,5 +402,5 @@ def _heads_flops(size: Shape, num_ranks: int) -> list[int]:
             call.is_causal,
             call.documents,
         )
-        flops.append(pair_flops(plan(whole, 1 << 62).num_pairs, size.head_dim))
+        flops.append(pair_flops(plan(of_heads, 1 << 62).num_pairs, size.head_dim))
     return flops

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 
 from dilated_attention_pytorch.errors import RunError
@@ -11,7 +10,7 @@ from dilated_attention_pytorch.memory import free_memory, in_bytes
 from dilated_attention_pytorch.training.preflight import check_processes
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .memory import footprint
+from .memory import device_of_process, footprint
 
 _REAL_PEAK = 1.25
 """Safety factor over the estimate, for allocator overhead and libraries."""
@@ -32,8 +31,7 @@ def choose_parallel(settings: TrainSettings, device: str, processes: int) -> tup
     Raises:
         RunError: no option is valid for that number of processes.
     """
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1
-    where = device if device == "cpu" else f"{device}:{os.environ.get('LOCAL_RANK', '0')}"
+    where, sharing = device_of_process(device)
     free = free_memory(where) // sharing
     left: list[str] = []
     last: TrainSettings | None = None

@@ -15,27 +15,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dilated_attention_pytorch.data_sheets import DataSheet
-from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models.tensor_file import first_line
+from dilated_attention_pytorch.errors import RunError, first_line
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
 from dilated_attention_pytorch.training.pretrained import num_kv_heads
 from dilated_attention_pytorch.training.run_settings import AdamW
 
 from .attention import operator_bytes
-from .flops import (
-    COUNTED_TOKENS,
-    FORWARD_AND_BACKWARD,
-    ForwardFlops,
-    StepWork,
-    counted_flops,
-    pretrained_flops,
-)
+from .flops import COUNTED_TOKENS, ForwardFlops, StepWork, counted_flops, pretrained_flops
 from .generation import Generation, walk
 from .live_bytes import LiveBytes, Moment
 from .memory import Footprint, moment_bytes, parts_of, peak
-from .run import Device, MemoryPlan, Purpose, RunPlan
-from .seconds import rates, sheet_seconds
+from .run import Device, MemoryPlan, Purpose, RunPlan, check_precision, plan_of_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -177,16 +168,15 @@ def trace(
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda own: live.mark([own.grad], "gradients"))
         live.phase, live.is_recording = ("forward", 0), True
-        with torch.set_grad_enabled(is_training), autocast(_autocast(run, dtype), "cpu"):
+        with (
+            torch.set_grad_enabled(is_training),
+            autocast(run.precision if dtype == torch.float32 else "float32", "cpu"),
+        ):
             out: Any = model(ids, labels=ids if is_training else None, use_cache=False, **options)
         if is_training:
             live.phase = ("backward", 0)
             out.loss.backward()
     return live.moments
-
-
-def _autocast(run: PretrainedRun, dtype: torch.dtype) -> str:
-    return run.precision if dtype == torch.float32 else "float32"
 
 
 def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> Footprint:
@@ -201,21 +191,17 @@ def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> F
         run = dataclasses.replace(run, length=min(generation.prompt, generation.chunk_size))
     dtype = torch.float32 if generation is None else computing_dtype(run.precision)
     moments = trace(run, is_training=purpose == "training", dtype=dtype, is_generating=generation is not None)
-    found = peak(map(parts_of, moments))
+    memory = peak(map(parts_of, moments))
     if purpose == "training":
-        return dataclasses.replace(found, optimizer=moment_bytes(run.optimizer) * found.weights // 4)
+        return dataclasses.replace(memory, optimizer=moment_bytes(run.optimizer) * memory.weights // 4)
     if generation is not None:
         slots = walk(
             (run.pattern,), num_kv_heads(run.config), generation.prompt, generation.new_tokens, generation.chunk_size
         ).slots[run.pattern]
-        of_slot = num_kv_heads(run.config) * _head_dim(text) * dtype.itemsize
-        return dataclasses.replace(found, cache=2 * run.batch_size * text.num_hidden_layers * slots * of_slot)
-    return found
-
-
-def _head_dim(text: Any) -> int:
-    width: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return width
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        of_slot = num_kv_heads(run.config) * head_dim * dtype.itemsize
+        return dataclasses.replace(memory, cache=2 * run.batch_size * text.num_hidden_layers * slots * of_slot)
+    return memory
 
 
 def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "training") -> RunPlan:
@@ -226,32 +212,15 @@ def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "t
     Raises:
         RunError: the model cannot run under the pattern, or the device has no rate for the precision.
     """
-    _check_precision(run, device.sheet)
-    is_training = purpose == "training"
-    found, work = pretrained_footprint(run, purpose), pretrained_work(run, purpose)
-    rate = device.sheet.flops[run.precision]
-    seconds = sheet_seconds(work, found, (), device.sheet, run.precision, None, is_training=is_training)
-    tokens = run.length * run.batch_size
-    model_flops = (FORWARD_AND_BACKWARD if is_training else 1) * operations(run).of_text(run.length) * run.batch_size
-    return RunPlan(
-        purpose=purpose,
-        footprint=found,
-        memory_bytes=device.sheet.memory_bytes,
-        tokens=tokens,
-        model_flops=model_flops,
-        computed_flops=int(work.total),
-        least_seconds=work.total / rate,
-        exchanges=(),
-        seconds=seconds,
-        rates=rates(
-            seconds.total,
-            tokens,
-            model_flops,
-            1,
-            peak=rate,
-            watts=device.sheet.watts,
-            price=device.price_per_hour,
-        ),
+    check_precision(run.precision, device.sheet)
+    return plan_of_work(
+        purpose,
+        device,
+        pretrained_footprint(run, purpose),
+        pretrained_work(run, purpose),
+        precision=run.precision,
+        tokens=run.length * run.batch_size,
+        forward_flops=operations(run).of_text(run.length) * run.batch_size,
     )
 
 
@@ -261,17 +230,10 @@ def plan_pretrained_generation(run: PretrainedRun, sheet: DataSheet, generation:
     Raises:
         RunError: as :func:`plan_pretrained`.
     """
-    _check_precision(run, sheet)
+    check_precision(run.precision, sheet)
     return MemoryPlan(
         purpose="generation",
         footprint=pretrained_footprint(run, generation),
         memory_bytes=sheet.memory_bytes,
         tokens=generation.new_tokens * run.batch_size,
     )
-
-
-def _check_precision(run: PretrainedRun, sheet: DataSheet) -> None:
-    if run.precision not in sheet.flops:
-        raise RunError(
-            f"--precision {run.precision}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
-        )

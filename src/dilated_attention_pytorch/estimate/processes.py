@@ -58,8 +58,8 @@ def shared_step_seconds(
     Raises:
         RunError: the processes cannot be started, or exceed the limit.
     """
-    told = [{**one.to_dict(), "data": [], "threads": threads} for one in steps]
-    return _printed_by(num_processes, [device, json.dumps(told, default=str)], seconds)
+    values = [{**one.to_dict(), "data": [], "threads": threads} for one in steps]
+    return _printed_by(num_processes, [device, json.dumps(values, default=str)], seconds)
 
 
 def _printed_by(num_processes: int, arguments: list[str], seconds: float) -> list[float]:
@@ -146,9 +146,9 @@ def step_seconds(settings: TrainSettings, device: str) -> list[float]:
     mine = [statistics.median(column) for column in zip(*seconds[1:], strict=True)]
     if not is_shared:
         return mine
-    found: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return max(found, key=sum)
+    of_ranks: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return max(of_ranks, key=sum)
 
 
 def _now(device: str) -> float:
@@ -171,20 +171,20 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     if steps:
-        found: list[float] = []
-        for told in json.loads(steps[0]):
-            told["tokenizer"] = None if told["tokenizer"] is None else Path(told["tokenizer"])
-            settings = TrainSettings.from_dict(told)
+        numbers: list[float] = []
+        for values in json.loads(steps[0]):
+            values["tokenizer"] = None if values["tokenizer"] is None else Path(values["tokenizer"])
+            settings = TrainSettings.from_dict(values)
             torch.set_num_threads(settings.threads)
-            found += step_seconds(settings, device)
+            numbers += step_seconds(settings, device)
     else:
         torch.set_num_threads(1)
         _seconds_of_a_sum(_SMALL, device)
         small, large = _seconds_of_a_sum(_SMALL, device), _seconds_of_a_sum(_LARGE, device)
         # Each of the two processes sends one half of the operand twice.
-        found = [4 * _LARGE / max(large - small, 1e-9), small / 2]
+        numbers = [4 * _LARGE / max(large - small, 1e-9), small / 2]
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(numbers), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

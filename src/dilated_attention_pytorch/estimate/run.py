@@ -12,13 +12,13 @@ from dilated_attention_pytorch.training.preflight import check_processes
 from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import rows_of_batch, with_length
-from .exchange import SentBytes, exchanges, forward_rows
-from .flops import FORWARD_AND_BACKWARD, forward_work, step_work
+from .batch import processes_of_a_batch, rows_of_batch, with_length
+from .exchange import SentBytes, exchanges
+from .flops import FORWARD_AND_BACKWARD, StepWork, forward_work, step_work
 from .generation import Generation, generation_footprint
 from .measure import Here
 from .memory import Footprint, evaluation_footprint, footprint
-from .seconds import Rates, StepSeconds, rates, sheet_seconds
+from .seconds import StepRates, StepSeconds, sheet_seconds
 
 Purpose = Literal["training", "forward"]
 
@@ -74,7 +74,7 @@ class RunPlan(MemoryPlan):
     """Traffic of the process that sends most."""
     seconds: StepSeconds
     """Seconds of a step, by part."""
-    rates: Rates
+    rates: StepRates
     """Rates that follow from the seconds."""
 
     @property
@@ -111,55 +111,84 @@ def plan_run(
     if not is_training:
         # An evaluation takes rows of the context length, where training takes batches of documents, too.
         settings = with_length(settings, settings.context_length, gradient_accumulation=1)
-    sharing = settings.context_parallel * settings.tensor_parallel
-    batches = num_processes // sharing
-    if is_training:
-        found = footprint(settings, num_processes)
-    else:
-        found = evaluation_footprint(settings, num_processes)
-    work = step_work(settings) if is_training else forward_work(settings)
-    sent = exchanges(settings, num_processes) if is_training else _of_rows(settings)
-    rate = device.sheet.flops[settings.precision]
+    sharing = processes_of_a_batch(settings)
+    batches = num_processes // sharing * settings.gradient_accumulation
+    forward = forward_work(settings)
+    work = step_work(settings) if is_training else forward
+    sent = exchanges(settings, num_processes, is_training=is_training)
+    memory = footprint(settings, num_processes) if is_training else evaluation_footprint(settings, num_processes)
     if device.here is not None and is_training:
         seconds = device.here.seconds(settings, num_processes, sent)
     else:
-        seconds = sheet_seconds(
-            work.over(sharing),
-            found,
-            sent,
-            device.sheet,
-            settings.precision,
-            device.connection,
-            is_training=is_training,
-        )
-    taken = batches * settings.gradient_accumulation
-    tokens = rows_of_batch(settings) * taken
-    model_flops = (FORWARD_AND_BACKWARD if is_training else 1) * int(forward_work(settings).total) * taken
-    return RunPlan(
-        purpose=purpose,
-        footprint=found,
-        memory_bytes=device.sheet.memory_bytes,
-        tokens=tokens,
-        model_flops=model_flops,
-        computed_flops=int(work.total) * batches,
-        least_seconds=work.total / sharing / rate,
-        exchanges=sent,
+        seconds = None
+    return plan_of_work(
+        purpose,
+        device,
+        memory,
+        work,
+        precision=settings.precision,
+        tokens=rows_of_batch(settings) * batches,
+        forward_flops=int(forward.total) * batches,
+        sent=sent,
         seconds=seconds,
-        rates=rates(
-            seconds.total,
-            tokens,
-            model_flops,
-            num_processes,
-            peak=rate,
-            watts=device.sheet.watts,
-            price=device.price_per_hour,
-        ),
+        num_processes=num_processes,
+        sharing=sharing,
     )
 
 
-def _of_rows(settings: TrainSettings) -> tuple[SentBytes, ...]:
-    """Traffic of a forward pass: rows of shared sequences, without their gradients."""
-    return () if settings.context_parallel == 1 else (forward_rows(settings),)
+def plan_of_work(
+    purpose: Purpose,
+    device: Device,
+    memory: Footprint,
+    work: StepWork,
+    *,
+    precision: str,
+    tokens: int,
+    forward_flops: int,
+    sent: tuple[SentBytes, ...] = (),
+    seconds: StepSeconds | None = None,
+    num_processes: int = 1,
+    sharing: int = 1,
+) -> RunPlan:
+    """The plan of a run of which memory, operations and traffic are known.
+
+    Args:
+        purpose, device: what is planned, and where.
+        memory: bytes of a process.
+        work: operations of the batches that ``sharing`` of the ``num_processes`` processes share.
+        precision: precision whose nominal rate applies.
+        tokens: tokens of a step, over all processes.
+        forward_flops: operations of a forward pass on these, without recomputation.
+        sent: traffic of the process that sends most.
+        seconds: predicted seconds; None takes the bound of the data sheet.
+        num_processes, sharing: see ``work``.
+    """
+    sheet, is_training = device.sheet, purpose == "training"
+    if seconds is None:
+        of_process = work.over(sharing)
+        seconds = sheet_seconds(of_process, memory, sent, sheet, precision, device.connection, is_training=is_training)
+    model_flops, peak = (FORWARD_AND_BACKWARD if is_training else 1) * forward_flops, sheet.flops[precision]
+    price = device.price_per_hour
+    return RunPlan(
+        purpose=purpose,
+        footprint=memory,
+        memory_bytes=sheet.memory_bytes,
+        tokens=tokens,
+        model_flops=model_flops,
+        computed_flops=int(work.total) * (num_processes // sharing),
+        least_seconds=work.total / sharing / peak,
+        exchanges=sent,
+        seconds=seconds,
+        rates=StepRates(
+            seconds=seconds.total,
+            tokens_per_second=tokens / seconds.total,
+            utilisation=model_flops / seconds.total / num_processes / peak,
+            joules_per_token=sheet.watts * num_processes * seconds.total / tokens if sheet.watts else None,
+            price_per_million_tokens=(
+                None if price is None else price * num_processes * seconds.total / 3600 / tokens * 1e6
+            ),
+        ),
+    )
 
 
 def plan_generation(
@@ -204,8 +233,13 @@ def _precision(settings: TrainSettings, sheet: DataSheet) -> Precision:
     chosen = settings.precision
     if chosen == "auto":
         return "bfloat16" if "bfloat16" in sheet.flops else "float32"
-    if chosen not in sheet.flops:
-        raise RunError(
-            f"--precision {chosen}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
-        )
+    check_precision(chosen, sheet)
     return chosen
+
+
+def check_precision(precision: str, sheet: DataSheet) -> None:
+    """Raise :class:`RunError` if the device has no rate for a precision."""
+    if precision not in sheet.flops:
+        raise RunError(
+            f"--precision {precision}: {sheet.name} has no rate of it; take one of {', '.join(sorted(sheet.flops))}"
+        )

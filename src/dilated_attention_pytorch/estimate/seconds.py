@@ -1,4 +1,4 @@
-"""Seconds of a step by part, and what follows from them: the bottleneck, utilisation, tokens, energy, cost."""
+"""Seconds of a step by part, their bound by a data sheet, and the rates that follow from them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def sheet_seconds(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class StepRates:
     """Rates that follow from the seconds of a step."""
 
     seconds: float
@@ -107,29 +107,3 @@ class Rates:
     """Energy at the devices' full power; None if that is not known."""
     price_per_million_tokens: float | None
     """None without a price."""
-
-
-def rates(
-    seconds: float, tokens: int, model_flops: int, processes: int, *, peak: float, watts: float, price: float | None
-) -> Rates:
-    """Compute the rates of a step, see :class:`Rates`.
-
-    Args:
-        seconds: seconds of a step.
-        tokens, model_flops: tokens and operations of a step, over all processes.
-        processes: number of devices.
-        peak: operations per second of one device.
-        watts: power of one device; 0 if it is not known.
-        price: price of one device per hour; None if it is not known.
-
-    >>> found = rates(2.0, 1000, 10**12, 4, peak=1e12, watts=500, price=2.0)
-    >>> found.tokens_per_second, found.utilisation, found.joules_per_token, round(found.price_per_million_tokens, 2)
-    (500.0, 0.125, 4.0, 4.44)
-    """
-    return Rates(
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        utilisation=model_flops / seconds / processes / peak,
-        joules_per_token=watts * processes * seconds / tokens if watts else None,
-        price_per_million_tokens=None if price is None else price * processes * seconds / 3600 / tokens * 1e6,
-    )

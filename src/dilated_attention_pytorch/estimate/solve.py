@@ -1,4 +1,4 @@
-"""Plans solved backwards: the longest context, the fewest devices, the best mesh, the largest model."""
+"""Plans of other runs: the longest context, the fewest devices, the best mesh, the largest model, changes that help."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns.pattern import MOST_POSITIONS
 from dilated_attention_pytorch.training.preflight import heads_sharing
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import with_length
+from .batch import of_mesh, with_length
+from .measure import measure_here
 from .memory import footprint
 from .run import Device, RunPlan, plan_run
 
@@ -27,6 +29,8 @@ _ROOM = 100
 _MOST_TENSOR = 8
 """Largest number of tensor-parallel processes, those of one node."""
 _MOST_LAYERS = 4096
+_LEAST_GAIN = 0.01
+"""Smallest gain of a change that counts, as a fraction of the tokens per second or of the memory."""
 MOST_PROCESSES = 8192
 """Largest number of devices that is tried."""
 
@@ -44,13 +48,29 @@ class Mesh(NamedTuple):
     @property
     def flags(self) -> str:
         """Flags of ``train`` for this mesh."""
-        told = {
-            "context-parallel": self.context,
-            "heads-parallel": self.heads,
-            "tensor-parallel": self.tensor,
+        sizes = {"context": self.context, "heads": self.heads, "tensor": self.tensor}
+        flags = [f"--{name}-parallel {size}" for name, size in sizes.items() if size > 1]
+        return " ".join([*flags, *([f"--data-parallel {self.data_parallel}"] if self.data_parallel != "ddp" else [])])
+
+    def describe(self) -> str:
+        """Sizes, flags, whether it fits, and speed."""
+        sizes = f"{self.data} data x {self.context} context x {self.tensor} tensor"
+        return (
+            f"{self.data * self.context * self.tensor} = {sizes} ({self.flags or 'no flags'}): "
+            f"{in_bytes(self.plan.footprint.total)} a process, {'fits' if self.plan.fits else 'does not fit'}; "
+            f"{self.plan.rates.tokens_per_second:,.4g} tokens a second at most"
+        )
+
+    def values(self) -> dict[str, Any]:
+        """Sizes, bytes and speed, for a file."""
+        plan = self.plan
+        sizes = self._asdict()
+        del sizes["plan"]
+        return sizes | {
+            "total_bytes": plan.footprint.total,
+            "fits": plan.fits,
+            "tokens_per_second": plan.rates.tokens_per_second,
         }
-        words = [f"--{name} {size}" for name, size in told.items() if size > 1]
-        return " ".join([*words, *([f"--data-parallel {self.data_parallel}"] if self.data_parallel != "ddp" else [])])
 
 
 class LargestModel(NamedTuple):
@@ -58,6 +78,14 @@ class LargestModel(NamedTuple):
 
     model: LongNetConfig
     plan: RunPlan
+
+    def describe(self) -> str:
+        """Sizes and memory."""
+        model = self.model
+        return (
+            f"{model.num_parameters:,} weights ({model.num_layers} layers, width {model.embed_dim}, "
+            f"{model.num_heads} heads), {in_bytes(self.plan.footprint.total)}"
+        )
 
 
 def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: int) -> int:
@@ -70,20 +98,20 @@ def longest_context(settings: TrainSettings, num_processes: int, memory_bytes: i
     """
 
     def fits(length: int) -> bool:
-        found = footprint(with_length(settings, length), num_processes)
-        return found.total < memory_bytes - memory_bytes // _ROOM
+        needed = footprint(with_length(settings, length), num_processes).total
+        return needed < memory_bytes - memory_bytes // _ROOM
 
     of_block = rows_at_once(settings.model.vocab_size)
     step = of_block // math.gcd(of_block, settings.batch_size) * settings.context_parallel
     finer = _SHORTEST * settings.context_parallel
     if not fits(step):
-        return _most(lambda times: fits(times * finer), step // finer) * finer
-    blocks = _most(lambda times: fits(times * step), MOST_POSITIONS // step)
+        return _largest(lambda times: fits(times * finer), step // finer) * finer
+    blocks = _largest(lambda times: fits(times * step), MOST_POSITIONS // step)
     if blocks >= _MANY_BLOCKS:
         return blocks * step
     # Lengths that are no multiple of a block are traced one by one: only where one block more matters.
     longest = blocks * step // finer * finer
-    return longest + _most(lambda times: fits(longest + times * finer), step // finer) * finer
+    return longest + _largest(lambda times: fits(longest + times * finer), step // finer) * finer
 
 
 def meshes(settings: TrainSettings, num_processes: int, device: Device) -> list[Mesh]:
@@ -92,27 +120,19 @@ def meshes(settings: TrainSettings, num_processes: int, device: Device) -> list[
     Covers data, context and tensor parallel sizes whose product is the number of devices, with weights whole or split
     (fsdp); for the best three, also the number of processes of a sequence that split heads.
     """
-    found = [
-        mesh for sizes in _sizes(num_processes) if (mesh := _mesh(settings, num_processes, device, **sizes)) is not None
-    ]
-    found.sort(key=_rank)
-    for mesh in found[:3]:
+    possible = [mesh for sizes in _sizes(num_processes) if (mesh := _mesh(settings, num_processes, device, sizes))]
+    possible.sort(key=_rank)
+    for mesh in possible[:3]:
         for heads in (2, 4, 8):
             if mesh.context % heads == 0 and mesh.context > heads:
-                sizes: dict[str, Any] = {
-                    "context": mesh.context,
-                    "tensor": mesh.tensor,
-                    "data_parallel": mesh.data_parallel,
-                }
-                other = _mesh(settings, num_processes, device, heads=heads, **sizes)
-                found += [other] if other is not None else []
-    return sorted(found, key=_rank)
+                sizes = {"context": mesh.context, "tensor": mesh.tensor, "data_parallel": mesh.data_parallel}
+                other = _mesh(settings, num_processes, device, sizes | {"heads": heads})
+                possible += [other] if other is not None else []
+    return sorted(possible, key=_rank)
 
 
 def _rank(mesh: Mesh) -> tuple[bool, float, int]:
-    plan = mesh.plan
-    # Among those that do not fit, the smallest is first: it is the nearest to fitting.
-    return (not plan.fits, -plan.rates.tokens_per_second if plan.fits else plan.footprint.total, mesh.tensor)
+    return *_nearest_to_fitting(mesh), mesh.tensor
 
 
 def _sizes(num_processes: int) -> Iterator[dict[str, Any]]:
@@ -124,58 +144,36 @@ def _sizes(num_processes: int) -> Iterator[dict[str, Any]]:
                 yield {"context": context, "tensor": tensor, "data_parallel": "fsdp"}
 
 
-def _mesh(
-    settings: TrainSettings,
-    num_processes: int,
-    device: Device,
-    *,
-    context: int,
-    tensor: int,
-    data_parallel: str,
-    heads: int = 1,
-) -> Mesh | None:
-    changes: dict[str, Any] = {
-        "context_parallel": context,
-        "tensor_parallel": tensor,
-        "data_parallel": data_parallel,
-        "heads_parallel": heads,
-        "parallel": "manual",
-        "offload": "none",
-        "offload_folder": None,
-    }
-    if context == 1:
-        changes |= {"strategy": "auto", "layout": "auto"}
+def _mesh(settings: TrainSettings, num_processes: int, device: Device, sizes: dict[str, Any]) -> Mesh | None:
+    plan = plan_if_possible(lambda: dataclasses.replace(settings, **of_mesh(**sizes)), num_processes, device)
+    if plan is None:
+        return None
+    data = num_processes // sizes["context"] // sizes["tensor"]
+    return Mesh(**{"data": data, "heads": 1, **sizes}, plan=plan)
+
+
+def plan_if_possible(settings: Callable[[], TrainSettings], num_processes: int, device: Device) -> RunPlan | None:
+    """The plan of a run; None if its settings are impossible together or on these devices."""
     try:
-        told = dataclasses.replace(settings, **changes)
-        plan = plan_run(told, num_processes, device)
+        return plan_run(settings(), num_processes, device)
     except (RunError, ValueError, NotImplementedError):
-        return None  # impossible on these devices
-    return Mesh(num_processes // context // tensor, context, heads, tensor, data_parallel, plan)
+        return None
 
 
 def fewest_processes(settings: TrainSettings, device: Device) -> Mesh | None:
-    """The fewest devices on which some mesh fits, with the best mesh; None if :data:`MOST_PROCESSES` are too few.
+    """The fewest devices on which a mesh fits, with the best mesh; None if :data:`MOST_PROCESSES` are too few.
 
     Powers of two are tried until one fits, then numbers between it and the one before, by bisection.
     """
     best: dict[int, Mesh] = {}
 
-    def fits(number: int) -> bool:
+    def is_too_few(number: int) -> bool:
         fitting = [mesh for mesh in meshes(settings, number, device) if mesh.plan.fits]
         if fitting:
             best[number] = fitting[0]
-        return bool(fitting)
+        return not fitting
 
-    high = 1
-    while not fits(high):
-        if high >= MOST_PROCESSES:
-            return None
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return best[high]
+    return best.get(_largest(is_too_few, MOST_PROCESSES) + 1)
 
 
 def largest_model(settings: TrainSettings, num_processes: int, device: Device) -> LargestModel | None:
@@ -192,7 +190,7 @@ def largest_model(settings: TrainSettings, num_processes: int, device: Device) -
         plans[layers] = LargestModel(model, plan)
         return plan.fits
 
-    most = _most(fits, _MOST_LAYERS)
+    most = _largest(fits, _MOST_LAYERS)
     return plans[most] if most else None
 
 
@@ -229,13 +227,144 @@ def with_layers(model: LongNetConfig, layers: int, *, tensor: int = 1, sharing: 
     )
 
 
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Largest number from 0 to ``most`` that fits, by bisection; assumes that all smaller ones fit."""
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """Largest number from 0 to ``most`` for which a condition holds that holds for all smaller ones, by bisection."""
     low, high = 0, 1
-    while high <= most and fits(high):
+    while high <= most and holds(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+class Change(NamedTuple):
+    """A changed run, with its effect on memory and speed."""
+
+    words: str
+    """Flags that make the change, or a description of it."""
+    bytes: int
+    """Additional bytes per process; negative if it takes less."""
+    speed: float
+    """Tokens per second, relative to the current run."""
+    processes: int
+    plan: RunPlan
+
+    def describe(self) -> str:
+        """The effect as a sentence."""
+        memory = f"{'+' if self.bytes >= 0 else '-'}{in_bytes(abs(self.bytes))} a process"
+        return f"{self.words}: {memory}, {self.speed:.2f} x tokens a second{', fits' if self.plan.fits else ''}"
+
+    def values(self) -> dict[str, Any]:
+        """The effect, for a file."""
+        return {"change": self.words, "bytes": self.bytes, "speed": self.speed, "fits": self.plan.fits}
+
+
+def changes_that_help(settings: TrainSettings, num_processes: int, device: Device, now: RunPlan) -> list[Change]:
+    """Return at most three changes, the best first.
+
+    For a run that does not fit: the changes that make it fit, the fastest first, then others that save memory, the
+    smallest first. For a run that fits: changes that fit, too, and process more tokens per second and device; then
+    those that save memory at the same pace; then those that are faster only because of more devices. On this machine,
+    each change is measured as the run was.
+
+    Args:
+        settings, num_processes, device: the run.
+        now: its plan, which says whether it fits.
+    """
+    possible = []
+    for words, changed, processes in _candidates(settings, num_processes):
+        try:
+            plan = plan_run(changed, processes, _measured(device, changed, processes))
+        except (RunError, ValueError, NotImplementedError):
+            continue  # changes that are impossible for the run are left out
+        speed = plan.rates.tokens_per_second / now.rates.tokens_per_second
+        possible.append(Change(words, plan.footprint.total - now.footprint.total, speed, processes, plan))
+    smaller = [change for change in possible if change.bytes < -_LEAST_GAIN * now.footprint.total]
+    if not now.fits:
+        return sorted(smaller, key=_nearest_to_fitting)[:3]
+    faster = [change for change in possible if change.plan.fits and change.speed > 1 + _LEAST_GAIN]
+    smaller = [change for change in smaller if change not in faster and change.speed > 1 - _LEAST_GAIN]
+    larger = [change for change in faster if change.speed * num_processes / change.processes <= 1 + _LEAST_GAIN]
+    faster = [change for change in faster if change not in larger]
+    faster.sort(key=lambda change: -change.speed / change.processes)
+    smaller.sort(key=lambda change: change.bytes)
+    larger.sort(key=lambda change: -change.speed)
+    return [*faster, *smaller, *larger][:3]
+
+
+def _nearest_to_fitting(one: Mesh | Change) -> tuple[bool, float]:
+    """Order of plans: those that fit, the fastest first, then the others, the smallest first."""
+    plan = one.plan
+    return not plan.fits, -plan.rates.tokens_per_second if plan.fits else plan.footprint.total
+
+
+def _measured(device: Device, changed: TrainSettings, processes: int) -> Device:
+    """The device; if it is this machine, with measurements of a run with these settings."""
+    if device.here is None:
+        return device
+    here = measure_here(changed, processes, device.here.kind)
+    return dataclasses.replace(device, sheet=here.sheet, here=here)
+
+
+def _candidates(settings: TrainSettings, num_processes: int) -> Iterator[tuple[str, TrainSettings, int]]:
+    """Description, settings and number of processes of every change that is tried."""
+    model = settings.model
+
+    def of_model(**values: Any) -> TrainSettings:
+        return dataclasses.replace(settings, model=dataclasses.replace(model, **values))
+
+    def changed(**values: Any) -> TrainSettings:
+        return dataclasses.replace(settings, **values)
+
+    if model.gradient_checkpointing:
+        yield (
+            "without --model.gradient-checkpointing",
+            of_model(gradient_checkpointing=False, checkpoint_every=1),
+            num_processes,
+        )
+        if model.checkpoint_every == 1 and model.num_layers > 1:
+            yield "--model.checkpoint-every 2", of_model(checkpoint_every=2), num_processes
+    else:
+        yield "--model.gradient-checkpointing", of_model(gradient_checkpointing=True), num_processes
+    if settings.optimizer != "adamw-bf16":
+        yield "--optimizer adamw-bf16", changed(optimizer="adamw-bf16"), num_processes
+    if settings.precision == "float32":
+        yield "--precision bfloat16", changed(precision="bfloat16"), num_processes
+    if not settings.max_tokens:
+        yield f"--batch-size {2 * settings.batch_size}", changed(batch_size=2 * settings.batch_size), num_processes
+        if settings.batch_size > 1:
+            half = settings.batch_size // 2
+            yield f"--batch-size {half}", changed(batch_size=half), num_processes
+    if num_processes > 1 and settings.data_parallel == "ddp":
+        yield "--data-parallel fsdp", changed(data_parallel="fsdp"), num_processes
+    yield from _more_processes(settings, num_processes)
+    if len(model.segment_lengths) > 1:
+        rates = tuple(
+            min(2 * rate, length) for rate, length in zip(model.dilation_rates, model.segment_lengths, strict=True)
+        )
+        rates = (model.dilation_rates[0], *rates[1:])
+        yield (
+            f"--model.dilation-rates {' '.join(map(str, rates))} (another pattern, another model)",
+            of_model(dilation_rates=rates),
+            num_processes,
+        )
+        yield (
+            "without the longest segment (another pattern, another model)",
+            of_model(segment_lengths=model.segment_lengths[:-1], dilation_rates=model.dilation_rates[:-1]),
+            num_processes,
+        )
+
+
+def _more_processes(settings: TrainSettings, num_processes: int) -> Iterator[tuple[str, TrainSettings, int]]:
+    more = 2 * num_processes
+    yield f"{more} processes", settings, more
+    # Batches of documents have other lengths every time, which processes cannot share.
+    if settings.tensor_parallel == 1 and not settings.max_tokens:
+        context = dataclasses.replace(settings, context_parallel=2 * settings.context_parallel)
+        yield f"{more} processes, --context-parallel {context.context_parallel}", context, more
+        if settings.data_parallel == "ddp":
+            split = dataclasses.replace(context, data_parallel="fsdp")
+            words = f"{more} processes, --context-parallel {context.context_parallel} --data-parallel fsdp"
+            yield words, split, more

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch_rows import rows_of_batch, with_length
+from .batch import rows_of_batch, with_length
 from .live_bytes import LiveBytes, Moment, Phase
 
 if TYPE_CHECKING:
@@ -171,17 +171,17 @@ def _traced(passes: _Passes, is_training: bool, num_layers: int, length: int) ->
     settings = with_length(passes.settings, length, model=model)
     num_blocks = -(-rows_of_batch(settings) // rows_at_once(model.vocab_size))
     near_layers = _period(model) + 1
-    found = {}
+    near_phases = {}
     for (name, number), series in trace_step(settings, is_training=is_training).items():
         # Blocks repeat with the period of the recomputation, except the first and the last.
         is_loss = name.startswith("loss")
         near = _LOSS_BLOCKS_AT_EITHER_END if is_loss else near_layers
         last = num_blocks if is_loss else num_layers - 1
         if number < near:
-            found[name, number] = series
+            near_phases[name, number] = series
         elif number > last - near:
-            found[name, number - last - 1] = series
-    return found
+            near_phases[name, number - last - 1] = series
+    return near_phases
 
 
 def _period(model: LongNetConfig) -> int:

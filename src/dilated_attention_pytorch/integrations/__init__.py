@@ -2,8 +2,7 @@
 
 from .multihead_replacement import MultiheadReplacement
 from .qkv_replacement import QkvReplacement
-from .replacement import replace_attention
-from .replacement_report import LeftLayer, ReplacedLayer, ReplacementReport
+from .replacement import LeftLayer, ReplacedLayer, ReplacementReport, replace_attention
 from .torchscale import AdoptedDilatedAttention, adopt
 from .transformers import BoundedCache, extend_context, register, set_pattern
 

@@ -14,8 +14,8 @@ class NotReplaceable(ValueError):
 
 def parts_of(layer: nn.Module) -> dict[str, nn.Module]:
     """The submodules of a layer by name, in order; a module with two names is listed twice."""
-    found = layer.named_modules(remove_duplicate=False)
-    return {name: module for name, module in found if name and "." not in name}
+    named = layer.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if name and "." not in name}
 
 
 def check_parts(layer: nn.Module, known_modules: set[str], known_parameters: set[str]) -> None:

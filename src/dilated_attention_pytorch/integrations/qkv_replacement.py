@@ -168,7 +168,8 @@ def _padding(attn_mask: Tensor, batch: int, rows: int) -> Tensor | None:
     except NotImplementedError as error:
         raise NotImplementedError(
             f"attn_mask can be the causal mask {[rows, rows]}, or a key padding mask {[batch, 1, 1, rows]} (in "
-            f"NaFlexViT use_key_only_attn_mask=True): the pattern says who sees whom; got {list(attn_mask.shape)}"
+            "NaFlexViT use_key_only_attn_mask=True), as the pattern says which keys a query attends to; got "
+            f"{list(attn_mask.shape)}"
         ) from error
     return None
 

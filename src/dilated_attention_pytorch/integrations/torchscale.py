@@ -59,15 +59,15 @@ def adopt(model: nn.Module, *, tail: Tail = "zero_padded") -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    found = find_layers(model, tail)
-    if not found:
+    layers = find_layers(model, tail)
+    if not layers:
         adopted = sum(isinstance(module, AdoptedDilatedAttention) for module in model.modules())
         raise ValueError(
             "found no layer with the submodules q_proj, k_proj, v_proj and out_proj and with args.segment_length and "
             f"args.dilated_ratio, as torchscale's DilatedAttention has them, in {type(model).__name__}"
             + (f"; {adopted} layers of it are adopted already" if adopted else "; pass the model that holds them")
         )
-    new = {id(layer): AdoptedDilatedAttention(layer, facts) for layer, facts in found}
+    new = {id(layer): AdoptedDilatedAttention(layer, facts) for layer, facts in layers}
     for parent in list(model.modules()):
         # A layer shared by several modules, or one with several names, is replaced everywhere.
         for name, child in list(parent._modules.items()):

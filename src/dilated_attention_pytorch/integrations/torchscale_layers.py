@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention_pytorch.ops.validation import check_dropout
 from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.patterns.dilated import Tail
 
@@ -48,7 +49,7 @@ def find_layers(model: nn.Module, tail: Tail) -> list[tuple[nn.Module, LayerFact
         NotImplementedError: a layer has a feature that :class:`AdoptedDilatedAttention` does not support.
     """
     DilatedPattern([1], [1], tail=tail)
-    found = []
+    layers = []
     for name, module in model.named_modules():
         if not set(_PROJECTIONS) <= module._modules.keys():
             continue
@@ -61,8 +62,8 @@ def find_layers(model: nn.Module, tail: Tail) -> list[tuple[nn.Module, LayerFact
         refusal = _refusal(module, args)
         if refusal is not None:
             raise NotImplementedError(f"{where} cannot be adopted, and nothing was replaced: {refusal}")
-        found.append((module, _facts(module, args, tail, where)))
-    return found
+        layers.append((module, _facts(module, args, tail, where)))
+    return layers
 
 
 def _is_dense(kind: type[nn.Module]) -> bool:
@@ -131,16 +132,15 @@ def _facts(layer: nn.Module, args: object, tail: Tail, where: str) -> LayerFacts
         )
     numbers = [_setting(args, name) for name in ("segment_length", "dilated_ratio")]
     try:
-        lengths, ratios = (_integers(some) for some in numbers)
+        lengths, ratios = (_integers(setting) for setting in numbers)
         pattern = DilatedPattern(lengths, ratios, offset_rule="block", tail=tail)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: args.segment_length {numbers[0]!r} and args.dilated_ratio {numbers[1]!r} are no valid pattern: "
-            f"{error}"
+            f"{where}: args.segment_length {numbers[0]!r} and args.dilated_ratio {numbers[1]!r} are not a valid "
+            f"pattern: {error}"
         ) from error
     dropout = layer.__dict__.get("dropout", 0.0)
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{where}: dropout must be a probability of at least 0 and below 1, got {dropout!r}")
+    check_dropout(f"{where}: dropout", dropout)
     xpos = layer._modules.get("xpos")
     return LayerFacts(
         embed_dim=embed_dim,
@@ -160,7 +160,7 @@ def _integers(value: object) -> list[Any]:
             raise ValueError(f"{value!r} is not a list of integers") from error
     if not isinstance(value, Sequence):
         raise TypeError(f"a list of integers was expected, got {value!r}")
-    return [one if isinstance(one, (bool, float, str)) else operator.index(one) for one in value]
+    return [number if isinstance(number, (bool, float, str)) else operator.index(number) for number in value]
 
 
 def _xpos(module: nn.Module, head_dim: int, where: str) -> XPos:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dilated_attention_pytorch.planning.block_lists import AnyPartial, BlockLists
-from dilated_attention_pytorch.planning.gathered import Gathered
-from dilated_attention_pytorch.planning.geometry import Partial
+from dilated_attention_pytorch.plan.block_lists import AnyPartial, BlockLists
+from dilated_attention_pytorch.plan.gathered import Gathered
+from dilated_attention_pytorch.plan.geometry import Partial
 
 from .compilation import load
 

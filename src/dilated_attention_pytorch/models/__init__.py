@@ -1,4 +1,4 @@
-"""LongNet language models, encoders and encoder-decoders; the encoder of whole slides; caches and generation."""
+"""LongNet language models, encoders and encoder-decoders; caches and generation."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,6 @@ from .encoder import LongNetEncoder
 from .encoder_decoder import LongNetEncoderDecoder
 from .generation import generate, generate_naive
 from .longnet import LongNetLM
-from .slide_checkpoint import load_slide_encoder
-from .slide_encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides, released_segment_lengths
-from .slide_grid import tile_grid
 
 if TYPE_CHECKING:
     from .causal_lm import LongNetCausalLMConfig as LongNetCausalLMConfig
@@ -25,15 +22,8 @@ __all__ = [
     "LongNetEncoder",
     "LongNetEncoderDecoder",
     "LongNetLM",
-    "SlideEmbeddings",
-    "SlideEncoder",
-    "SlideEncoderConfig",
     "generate",
     "generate_naive",
-    "load_slide_encoder",
-    "pack_slides",
-    "released_segment_lengths",
-    "tile_grid",
 ]
 
 

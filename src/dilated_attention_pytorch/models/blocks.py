@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,12 @@ from dilated_attention_pytorch.nn import MultiheadPatternAttention
 
 from .config import LongNetConfig
 from .rotary import Rotary, rotate
-from .shifted_keys import LayerKeys
 
-
-class LayerAttention(Protocol):
-    """The attention callable of a block, under the pattern of layer ``layer``; causal in a decoder."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-        """query ``[B, N, H, D]``, key and value ``[B, N, G, D]``; returns ``[B, N, H, D]``."""
-        ...
+LayerAttention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""The attention of a block under the pattern of its layer: maps the layer's number, query ``[B, N, H, D]``, key and
+value ``[B, N, G, D]`` and a dropout probability to ``[B, N, H, D]``; causal in a decoder."""
+LayerKeys = Callable[[int, Tensor], Tensor]
+"""A transformation of the keys ``[B, N, G, D]`` of the layer with this number, before rotation."""
 
 
 def magneto_gain(num_layers: int) -> float:
@@ -110,7 +107,7 @@ class BlockAttention(MultiheadPatternAttention):
         return self._project_out(attend(query, key, value, self.attention.dropout if self.training else 0.0))
 
 
-class Block(nn.Module):
+class LongNetBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
 
     ``gain`` is the Xavier gain of MAGNETO's matrices; None = :func:`magneto_gain` of a decoder.
@@ -148,7 +145,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Draw every parameter again."""
         for part in (self.attention_layernorm, self.attention, self.feed_forward_layernorm, self.feed_forward):
             part.reset_parameters()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from .cache_index import CacheIndex, CacheIndexStep
 from .config import LongNetConfig
 from .padding import Run, group_rows, positions_of
 from .reading import Stored, merge_key_ranges, merge_visible_keys
-from .share import CacheShare
 from .shifted_keys import shift_keys
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.parallel import RankShare
 
 
 @dataclass(slots=True)
@@ -42,7 +45,34 @@ class _RowGroup:
         return _RowGroup(rows, self.cache_indices, storage, self.seen)
 
 
-class LongNetCache:
+class ForwardOnlyCache:
+    """A cache that drops rows, and so cannot roll back tokens, as transformers asks about it."""
+
+    __slots__ = ()
+
+    is_compileable = False
+    """Read by transformers: shapes change between steps."""
+    is_croppable = False
+    """Read by transformers: dropped rows cannot be restored."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, as transformers does after rejected candidates; only 0 is possible.
+
+        Raises:
+            NotImplementedError: ``tokens_to_remove`` is not 0.
+        """
+        refuse_removal(type(self).__name__, tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Called by transformers before it rolls back tokens, as assisted generation and prompt lookup do.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        refuse_removal(type(self).__name__, 1)
+
+
+class LongNetCache(ForwardOnlyCache):
     """Keys and values that later tokens can still attend to, per layer and sequence of a batch.
 
     A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, and a row that several
@@ -72,16 +102,11 @@ class LongNetCache:
     # Without __dict__: exporters that copy the attributes of objects refuse a cache instead of changing parts of it.
     __slots__ = ("_last_keys", "_num_columns", "_row_groups", "num_kv_heads", "patterns", "share")
 
-    is_compileable = False
-    """Read by transformers: shapes change between steps."""
-    is_croppable = False
-    """Read by transformers: dropped rows cannot be restored."""
-
-    def __init__(self, config: LongNetConfig, *, share: CacheShare | None = None) -> None:
+    def __init__(self, config: LongNetConfig, *, share: RankShare | None = None) -> None:
         assert config.num_kv_heads is not None
         self._begin(tuple(config.pattern(layer) for layer in range(config.num_layers)), config.num_kv_heads, share)
 
-    def _begin(self, patterns: tuple[Pattern, ...], num_kv_heads: int, share: CacheShare | None) -> None:
+    def _begin(self, patterns: tuple[Pattern, ...], num_kv_heads: int, share: RankShare | None) -> None:
         self.patterns = patterns
         self.num_kv_heads = num_kv_heads
         self.share = share
@@ -131,22 +156,6 @@ class LongNetCache:
     def reset(self) -> None:
         """Forget all tokens."""
         self._begin(self.patterns, self.num_kv_heads, self.share)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, as transformers does after rejected candidates; only 0 is possible.
-
-        Raises:
-            NotImplementedError: ``tokens_to_remove`` is not 0.
-        """
-        refuse_removal(type(self).__name__, tokens_to_remove)
-
-    def activate_past_recording(self) -> None:
-        """Called by transformers before it rolls back tokens, as assisted generation and prompt lookup do.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        refuse_removal(type(self).__name__, 1)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch ``repeats`` times in a row."""
@@ -296,7 +305,7 @@ class CacheStep:
     """Column range of each sequence's new rows."""
     last_keys: dict[int, Tensor]
     """Per layer with shifted keys, the key of each sequence's last row, ``[B, G, D]``."""
-    share: CacheShare | None
+    share: RankShare | None
 
     def shift_keys(self, layer: int, key: Tensor) -> Tensor:
         """The key of the previous row for each new row; the last ones are stored for the next call."""
@@ -333,7 +342,7 @@ class PromptStep:
     slab: _Slab
     positions: Tensor
     """Absolute positions of this rank's rows, ``[N]``."""
-    share: CacheShare
+    share: RankShare
     stored_indices: dict[Pattern, list[Tensor]]
     """Flat indices ``position * G + head`` of the rows to store, per rank."""
 
@@ -365,7 +374,7 @@ def _split(row_group: _RowGroup, runs: Sequence[Run]) -> list[_RowGroup]:
 
 
 def _attend_slab(
-    slab: _Slab, layer: int, pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, share: CacheShare | None
+    slab: _Slab, layer: int, pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, share: RankShare | None
 ) -> Tensor:
     step, cache_index = slab.steps[pattern], slab.row_group.cache_indices[pattern]
     stored = slab.row_group.storage.get(layer)

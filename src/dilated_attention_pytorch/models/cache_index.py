@@ -229,9 +229,11 @@ class CacheIndex:
         """Advance by ``num_new`` tokens: what they read, and how the storage changes."""
         start, stop = self.seen, self.seen + num_new
         self.seen = stop
-        selecting = [(one, *rows) for one in self._classes if (rows := one.rows_in(start, stop))[1]]
+        selecting = [(row_class, *rows) for row_class in self._classes if (rows := row_class.rows_in(start, stop))[1]]
         if num_new != 1:
-            visible_keys = [one.visible_keys(row - start, rows) for one, row, rows in selecting if one.count]
+            visible_keys = [
+                row_class.visible_keys(row - start, rows) for row_class, row, rows in selecting if row_class.count
+            ]
             # Ranks hold alternating blocks of positions; the gaps belong to other ranks.
             gap = (self.num_ranks - 1) * self.block_length + 1
             key_ranges = [
@@ -241,21 +243,24 @@ class CacheIndex:
             return CacheIndexStep(
                 False, visible_keys, key_ranges, keep, source, target, self._num_slots(), self.num_kv_heads
             )
-        single, target = self._append(start, [one for one, _, _ in selecting])
-        visible_keys, num_slots = [one.visible_keys(0, 1) for one, _, _ in selecting if one.count], self._num_slots()
-        visible_keys += [one for kind in self._kinds for one in self._visible_under_rules(kind, start)]
-        crosses = any(
-            one.group.segment_bounds(start, one.shift) != one.group.segment_bounds(stop, one.shift)
-            for one in self._lattices
+        single, target = self._append(start, [row_class for row_class, _, _ in selecting])
+        visible_keys, num_slots = (
+            [row_class.visible_keys(0, 1) for row_class, _, _ in selecting if row_class.count],
+            self._num_slots(),
         )
+        visible_keys += [row_class for kind in self._kinds for row_class in self._visible_under_rules(kind, start)]
+        crosses = any(
+            row_class.group.segment_bounds(start, row_class.shift)
+            != row_class.group.segment_bounds(stop, row_class.shift)
+            for row_class in self._lattices
+        )
+        keep = None
         if crosses:
-            return CacheIndexStep(
-                True, visible_keys, [], self._rebuild(stop, stop)[0], single, target, num_slots, self.num_kv_heads
-            )
-        for kind in self._kinds:
-            if kind.rules:
+            keep, _, _ = self._rebuild(stop, stop)
+        else:
+            for kind in self._kinds:
                 kind.release(stop, functools.partial(self._alive_of_groups, kind, stop))
-        return CacheIndexStep(True, visible_keys, [], None, single, target, num_slots, self.num_kv_heads)
+        return CacheIndexStep(True, visible_keys, [], keep, single, target, num_slots, self.num_kv_heads)
 
     def _visible_under_rules(self, kind: Slots, position: int) -> Iterator[VisibleKeys]:
         """Stored rows visible to a token under every rule, including itself if it is stored."""
@@ -281,7 +286,7 @@ class CacheIndex:
         if self._owner(position) != self.rank:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
             return nothing, nothing
-        stored = {head for one in selecting for head in one.members}
+        stored = {head for row_class in selecting for head in row_class.members}
         indices = [0] * self.num_kv_heads
         for kind in self._kinds:
             if kind.heads[0] in stored or kind.last_query_of(position) >= position:
@@ -290,8 +295,8 @@ class CacheIndex:
                     indices[head] = slot * self.num_kv_heads + head
                 stored.update(kind.heads)
         target = torch.tensor(indices, device=self._device)
-        for one in selecting:
-            one.append(target[one.heads])
+        for row_class in selecting:
+            row_class.append(target[row_class.heads])
         if len(stored) == self.num_kv_heads:
             return None, target
         source = torch.tensor(sorted(stored), dtype=torch.int64, device=self._device)
@@ -322,11 +327,11 @@ class CacheIndex:
             for head, stays in kept.items():
                 indices[: len(stays), head] = stays * self.num_kv_heads + head
             keep = indices.view(-1).to(self._device)
-        for one in self._classes:
-            rows = self._owned(one.alive(stop))
-            slots_of = [torch.searchsorted(self._kind_of[head].positions, rows) for head in one.members]
-            index = torch.stack(slots_of, dim=1) * self.num_kv_heads + torch.tensor(one.members)
-            one.index, one.count = index.to(self._device), len(rows)
+        for row_class in self._classes:
+            rows = self._owned(row_class.alive(stop))
+            slots_of = [torch.searchsorted(self._kind_of[head].positions, rows) for head in row_class.members]
+            index = torch.stack(slots_of, dim=1) * self.num_kv_heads + torch.tensor(row_class.members)
+            row_class.index, row_class.count = index.to(self._device), len(rows)
         return keep, torch.cat(sources).to(self._device), torch.cat(targets).to(self._device)
 
     def _alive(self, kind: Slots, following: int, candidates: Tensor) -> Tensor:
@@ -339,7 +344,7 @@ class CacheIndex:
         return of_groups if by_rules is None else torch.unique(torch.cat([of_groups, by_rules]))
 
     def _alive_of_groups(self, kind: Slots, following: int) -> Tensor:
-        classes = [one.alive(following) for one in self._classes if kind.heads[0] in one.members]
+        classes = [row_class.alive(following) for row_class in self._classes if kind.heads[0] in row_class.members]
         return torch.unique(torch.cat(classes)) if classes else torch.empty(0, dtype=torch.int64)
 
 

@@ -32,12 +32,13 @@ with importing("LongNetForCausalLM", "train"):
 from dilated_attention_pytorch.nn import MultiheadPatternAttention
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens
+from dilated_attention_pytorch.tracing import require
 
-from .blocks import Block, FeedForward
+from .blocks import FeedForward, LongNetBlock
 from .cache import LongNetCache, refuse_removal
 from .config import LongNetConfig
 from .fused_weights import read_fused_weights
-from .longnet import LongNetLM, check_inputs, document_positions, tokens_of
+from .longnet import LongNetLM, check_equal_boundaries, check_inputs, document_positions, tokens_of
 from .token_loss import next_tokens, token_loss, token_loss_of_hidden
 
 # Gradient checkpointing is enabled by a method call in transformers; it is not part of the saved configuration.
@@ -153,8 +154,8 @@ class _LongNetPreTrained(PreTrainedModel):
     # The cache drops rows, so it cannot be rolled back: transformers refuses assisted generation.
     _is_stateful = True
     # transformers declares these as attributes of instances.
-    _no_split_modules = ["Block"]  # noqa: RUF012
-    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
+    _no_split_modules = ["LongNetBlock"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": LongNetBlock}  # noqa: RUF012
 
     model: LongNetLM
     _keywords: ClassVar[type[ForwardKeywords]] = ForwardKeywords
@@ -506,14 +507,8 @@ def _given_boundaries(tokens: Tensor, cu_seqlens: Tensor | None, keywords: Forwa
     given = {name: boundaries for name, boundaries in named.items() if boundaries is not None}
     for boundaries in given.values():
         check_cu_seqlens(boundaries, tokens)
-    for (name, one), (other_name, other) in itertools.pairwise(given.items()):
-        words = f"{name} and {other_name} must be equal, since rows attend to themselves"
-        if one.shape != other.shape:
-            raise ValueError(f"{words}: got {one.shape[0] - 1} and {other.shape[0] - 1} documents")
-        if torch.compiler.is_compiling():
-            torch._assert_async((one == other.to(one.device)).all(), words)
-        elif one is not other and not torch.equal(one, other.to(one.device)):
-            raise ValueError(f"{words}: got {one.tolist()} and {other.tolist()}")
+    for (name, first), (other_name, other) in itertools.pairwise(given.items()):
+        check_equal_boundaries(f"{name} and {other_name}", first, other)
     return next(iter(given.values()), None)
 
 
@@ -604,12 +599,14 @@ def _boundaries(begins: Tensor) -> Tensor | None:
 
 
 def _require(holds: Tensor, numbers: Tensor, message: str) -> None:
-    if torch.compiler.is_compiling():  # checked when the compiled graph runs
-        torch._assert_async(holds.all(), message)
-    elif not holds.all():
+    """Raise unless ``holds [B, N]`` everywhere; the message shows the numbers at the first exception."""
+
+    def got() -> str:
         row, column = (~holds).nonzero()[0].tolist()
-        found = " after ".join(str(int(number)) for number in numbers[row, max(column - 1, 0) : column + 1].flip(0))
-        raise NotImplementedError(f"{message}; got {found} in column {column} of row {row}")
+        shown = " after ".join(str(int(number)) for number in numbers[row, max(column - 1, 0) : column + 1].flip(0))
+        return f"; got {shown} in column {column} of row {row}"
+
+    require(holds.all(), NotImplementedError, message, got)
 
 
 read_fused_weights(LongNetCausalLMConfig.model_type)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from dilated_attention_pytorch.ops.validation import check_order
+from dilated_attention_pytorch.ops.validation import check_order, check_size
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, pattern_from_expression
 from dilated_attention_pytorch.patterns.dilated import OffsetRule
 
@@ -77,10 +77,10 @@ class LongNetConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "checkpoint_every"):
-            _check_count(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("num_kv_heads", "ffn_dim"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+                check_size(name, getattr(self, name))
         if self.embed_dim % self.num_heads or self.embed_dim // self.num_heads % 2:
             raise ValueError(
                 "num_heads must divide embed_dim into heads of even width, as rotary positions need: "
@@ -245,13 +245,6 @@ def check_config(name: str, config: object) -> None:
             "segment_lengths=[2048, 8192], dilation_rates=[1, 4]) or LongNetConfig.from_dict(config), "
             f"got {config!r} of type {type(config).__name__}"
         )
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _as_number(name: str, value: object) -> float:

@@ -7,20 +7,18 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.patterns import Pattern
 
-from .blocks import Block, LayerAttention
+from .blocks import LayerAttention, LongNetBlock
 from .config import LongNetConfig, check_config
-from .longnet import document_positions
+from .longnet import document_positions, tokens_of
 from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
-from .rotary import rotary
+from .token_model import BlockStack
 
 
-class LongNetEncoder(nn.Module):
+class LongNetEncoder(BlockStack):
     """Bidirectional encoder: embedding, L blocks with attention under a pattern, LayerNorm.
 
     The blocks of :class:`LongNetLM` (LongNet, arXiv 2307.02486, with MAGNETO's sub-LayerNorms, arXiv 2210.06423)
@@ -59,29 +57,11 @@ class LongNetEncoder(nn.Module):
         if not config.tie_embeddings:
             raise ValueError("an encoder has no output matrix: leave tie_embeddings at True, got False")
         check_keys(config)
-        self.config = config
-        self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))
-        self.embedding = None
-        if has_embedding:
-            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(
-            Block(config, layer, gain=gain, device=device, dtype=dtype) for layer in range(config.num_layers)
+        blocks = (
+            LongNetBlock(config, layer, gain=gain, device=device, dtype=dtype) for layer in range(config.num_layers)
         )
-        self.layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
-        self._reset_embedding()
-
-    def reset_parameters(self) -> None:
-        """Draw every parameter anew, as when the encoder was made."""
-        self._reset_embedding()
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            block.reset_parameters()
-        self.layernorm.reset_parameters()
-
-    def _reset_embedding(self) -> None:
-        if self.embedding is not None:
-            nn.init.normal_(self.embedding.weight, std=1.0 / math.sqrt(self.config.embed_dim))
+        self._make_stack(config, blocks, device, dtype, has_embedding=has_embedding)
+        self.reset_embeddings()
 
     def forward(
         self,
@@ -120,41 +100,22 @@ class LongNetEncoder(nn.Module):
             positions = document_positions(rows, cu_seqlens, x.device)
         else:
             positions = positions_of(runs, rows, [0] * len(runs), x.device)
-        turn = rotary(positions, self.config.embed_dim // self.config.num_heads, self.config.rope_theta, x.dtype)
         attend_layer: LayerAttention = functools.partial(self._attend, runs, cu_seqlens)
-        x = self.dropout(x)
-        for layer, block in enumerate(self.blocks):
-            x = through(block, self.config.is_recomputed(layer) and self._recomputes, x, turn, attend_layer)
-        x = self.layernorm(x)
+        x = self._through_blocks(x, positions, attend_layer)
         if runs is None:
             return x
         return x.masked_fill(~attention_mask.bool().unsqueeze(-1), 0.0)  # type: ignore[union-attr]
 
-    @property
-    def _recomputes(self) -> bool:
-        return self.config.gradient_checkpointing and self.training and torch.is_grad_enabled()
-
     def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError(
-                "pass either input_ids [batch, sequence] or inputs_embeds [batch, sequence, E]: got "
-                f"{'neither' if input_ids is None else 'both'}"
-            )
+        tokens = tokens_of(input_ids, inputs_embeds, self.config.embed_dim)
         if inputs_embeds is not None:
-            width = self.config.embed_dim
-            if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width:
-                raise ValueError(
-                    f"inputs_embeds must be [batch, sequence, {width}], got shape {tuple(inputs_embeds.shape)}"
-                )
             return inputs_embeds
-        assert input_ids is not None
         if self.embedding is None:
             raise ValueError(
                 "this encoder was made without a token embedding (has_embedding=False): pass inputs_embeds, got "
                 "input_ids"
             )
-        check_ids("input_ids", input_ids)
-        return self.embedding(input_ids) * math.sqrt(self.config.embed_dim)
+        return self.embedding(tokens) * math.sqrt(self.config.embed_dim)
 
     def _attend(
         self,
@@ -169,8 +130,6 @@ class LongNetEncoder(nn.Module):
         attend_rows = functools.partial(
             attend, pattern=self.patterns[layer], cu_seqlens=cu_seqlens, dropout_p=dropout_p, heads_first=False
         )
-        if runs is None:
-            return attend_rows(query, key, value)
         return attend_runs(attend_rows, query, key, value, runs, runs)
 
 
@@ -180,15 +139,6 @@ def check_keys(config: LongNetConfig) -> None:
         raise NotImplementedError(
             "shifted_keys is supported by the causal LongNetLM only: leave it at False in an encoder and in a "
             "decoder that attends to one, got True"
-        )
-
-
-def check_ids(name: str, ids: Tensor) -> None:
-    """Raise ValueError unless ``ids`` is an integer tensor ``[batch, sequence]`` of token ids."""
-    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"{name} must be an int64 or int32 tensor [batch, sequence] of token numbers, got {ids.dtype} of shape "
-            f"{tuple(ids.shape)}"
         )
 
 
@@ -206,8 +156,3 @@ def runs_of(mask: Tensor | None, shape: Sequence[int], name: str) -> list[Run] |
     runs = real_runs(mask)
     check_rows_are_real(runs, name)
     return None if all(run == (0, shape[1]) for run in runs) else runs
-
-
-def through(block: nn.Module, is_recomputed: bool, *operands: object) -> Tensor:
-    """The output of a block, with gradient checkpointing if ``is_recomputed``."""
-    return checkpoint(block, *operands, use_reentrant=False) if is_recomputed else block(*operands)

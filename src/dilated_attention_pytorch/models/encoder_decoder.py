@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
-from .blocks import Block, BlockAttention, LayerAttention, magneto_gains
+from .blocks import BlockAttention, LayerAttention, LongNetBlock, magneto_gains
 from .config import LongNetConfig, check_config
-from .encoder import LongNetEncoder, check_ids, check_keys, runs_of, through
+from .encoder import LongNetEncoder, check_keys, runs_of
+from .longnet import check_ids
 from .padding import attend_runs, positions_of
-from .rotary import Rotary, rotary
+from .rotary import Rotary
 from .token_model import TokenModel
 
 ALL_TO_ALL = DilatedPattern([1 << 30], [1])
@@ -26,7 +27,7 @@ CrossAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Maps query ``[B, N, H, D]``, key and value ``[B, M, G, D]`` and a dropout probability to ``[B, N, H, D]``."""
 
 
-class DecoderBlock(Block):
+class DecoderBlock(LongNetBlock):
     """A block with cross attention ``x + cross_attention(norm(x), states)`` between its two halves."""
 
     def __init__(
@@ -61,7 +62,7 @@ class DecoderBlock(Block):
         )
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew."""
+        """Draw every parameter again."""
         super().reset_parameters()
         self.cross_attention_layernorm.reset_parameters()
         self.cross_attention.reset_parameters()
@@ -116,23 +117,19 @@ class LongNetEncoderDecoder(TokenModel):
         check_config("decoder", decoder)
         check_keys(decoder)
         gains = magneto_gains(encoder.num_layers, decoder.num_layers)
-        self.config = decoder
         self.cross_pattern = cross_pattern
-        self.patterns: tuple[Pattern, ...] = tuple(decoder.pattern(layer) for layer in range(decoder.num_layers))
         self.encoder = LongNetEncoder(encoder, gain=gains.encoder, device=device, dtype=dtype)
-        self.embedding = nn.Embedding(decoder.vocab_size, decoder.embed_dim, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(decoder.dropout)
-        self.blocks = nn.ModuleList(
+        blocks = (
             DecoderBlock(
                 decoder, layer, encoder.embed_dim, cross_pattern, gain=gains.decoder, device=device, dtype=dtype
             )
             for layer in range(decoder.num_layers)
         )
-        self.layernorm = nn.LayerNorm(decoder.embed_dim, eps=decoder.layernorm_eps, device=device, dtype=dtype)
+        self._make_stack(decoder, blocks, device, dtype)
         self._make_head(device, dtype)
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew, as when the model was made."""
+        """Draw every parameter again, as when the model was made."""
         super().reset_parameters()
         self.encoder.reset_parameters()
 
@@ -195,28 +192,16 @@ class LongNetEncoderDecoder(TokenModel):
         positions = torch.arange(rows, device=states.device)
         if targets is not None:
             positions = positions_of(targets, rows, [0] * batch, states.device)
-        # Without padding, every row is one run of all its tokens.
-        of_targets = targets or [(0, rows)] * batch
-        of_sources = sources or [(0, states.shape[1])] * batch
 
         def attend_layer(layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
             causal = functools.partial(
                 attend, pattern=self.patterns[layer], is_causal=True, dropout_p=dropout_p, heads_first=False
             )
-            if targets is None:
-                return causal(query, key, value)
-            return attend_runs(causal, query, key, value, of_targets, of_targets)
+            return attend_runs(causal, query, key, value, targets, targets)
 
         def cross(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
             across = functools.partial(attend, pattern=self.cross_pattern, dropout_p=dropout_p, heads_first=False)
-            if targets is None and sources is None:
-                return across(query, key, value)
-            return attend_runs(across, query, key, value, of_targets, of_sources)
+            return attend_runs(across, query, key, value, targets, sources)
 
-        config = self.config
-        x = self.dropout(self.embedding(decoder_input_ids) * math.sqrt(config.embed_dim))
-        turn = rotary(positions, config.embed_dim // config.num_heads, config.rope_theta, x.dtype)
-        recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        for layer, block in enumerate(self.blocks):
-            x = through(block, recomputes and config.is_recomputed(layer), x, turn, attend_layer, states, cross)
-        return self.head(self.layernorm(x))
+        x = self.embedding(decoder_input_ids) * math.sqrt(self.config.embed_dim)
+        return self.head(self._through_blocks(x, positions, attend_layer, states, cross))

@@ -20,8 +20,8 @@ class _SplitRows(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, list[Tensor]]:
         """The rows of each target's parameter."""
-        (found,) = input_dict.values()
-        fused = found[0] if isinstance(found, list) else found
+        (tensors,) = input_dict.values()
+        fused = tensors[0] if isinstance(tensors, list) else tensors
         names = [kwargs["full_layer_name"].replace(target_patterns[0], target) for target in target_patterns]
         parts = fused.split([kwargs["model"].get_parameter(name).shape[0] for name in names])
         return {target: [part.clone()] for target, part in zip(target_patterns, parts, strict=True)}

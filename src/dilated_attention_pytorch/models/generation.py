@@ -93,34 +93,24 @@ def generate(
             "temperature must be at least 0, top_k at least 1 and top_p above 0 and at most 1: "
             f"got temperature {temperature}, top_k {top_k} and top_p {top_p}"
         )
-    cache = LongNetCache(model.config) if cache is None else cache
-    return _generate(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, generator, chunk_size, cache)
+    state = LongNetCache(model.config) if cache is None else cache
 
+    def tokens() -> Iterator[Tensor]:
+        token: Tensor | None = None
+        for _ in range(max_new_tokens):
+            # no_grad only within a step: between two tokens the caller's own mode holds.
+            with torch.no_grad():
+                if token is None:
+                    logits = model.logits(read_prompt(model, prompt_ids, state, chunk_size))
+                else:
+                    logits = model(token.unsqueeze(1), cache=state)[:, -1]
+                token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+                if state.share is not None:
+                    # Sampled on every rank, so that generators stay in step; rank 0's token is used.
+                    token = state.share.agreed(token)
+            yield token
 
-def _generate(
-    model: LongNetLM,
-    prompt_ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
-    chunk_size: int,
-    cache: LongNetCache,
-) -> Iterator[Tensor]:
-    token: Tensor | None = None
-    for _ in range(max_new_tokens):
-        # no_grad only within a step: between two tokens the caller's own mode holds.
-        with torch.no_grad():
-            if token is None:
-                logits = model.logits(read_prompt(model, prompt_ids, cache, chunk_size))
-            else:
-                logits = model(token.unsqueeze(1), cache=cache)[:, -1]
-            token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-            if cache.share is not None:
-                # Sampled on every rank, so that generators stay in step; rank 0's token is used.
-                token = cache.share.agreed(token)
-        yield token
+    return tokens()
 
 
 @torch.no_grad()

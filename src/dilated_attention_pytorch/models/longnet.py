@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens
 from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.tracing import require
 
-from .blocks import Block, LayerAttention
+from .blocks import LayerAttention, LayerKeys, LongNetBlock
 from .config import LongNetConfig, check_config
 from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
-from .rotary import rotary
-from .shifted_keys import LayerKeys, shift_keys
+from .shifted_keys import shift_keys
 from .token_model import TokenModel
 
 if TYPE_CHECKING:
@@ -78,17 +77,9 @@ class LongNetLM(TokenModel):
     ) -> None:
         super().__init__()
         check_config("config", config)
-        self.config = config
         self.attention = attention
-        self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))
-        self.gradient_checkpointing = config.gradient_checkpointing
-        self.checkpoint_function: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(
-            Block(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers)
-        )
-        self.layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
+        blocks = (LongNetBlock(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers))
+        self._make_stack(config, blocks, device, dtype)
         self._make_head(device, dtype)
 
     def gradient_checkpointing_enable(self) -> None:
@@ -201,15 +192,7 @@ class LongNetLM(TokenModel):
         elif cache is None:
             keys = functools.partial(_shifted, positions)
         embedded = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
-        x = self.dropout(embedded * math.sqrt(self.config.embed_dim))
-        turn = rotary(positions, self.config.embed_dim // self.config.num_heads, self.config.rope_theta, x.dtype)
-        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        for layer, block in enumerate(self.blocks):
-            if recomputes and self.config.is_recomputed(layer):
-                x = self.checkpoint_function(block, x, turn, attend_layer, keys)
-            else:
-                x = block(x, turn, attend_layer, keys)
-        return self.layernorm(x)
+        return self._through_blocks(embedded * math.sqrt(self.config.embed_dim), positions, attend_layer, keys)
 
     def _check_inference(self, cache: LongNetCache) -> None:
         # Checked before the cache changes, so that the same cache serves the corrected call.
@@ -261,15 +244,21 @@ def document_positions(rows: int, cu_seqlens: Tensor | None, device: torch.devic
     return places - starts[torch.searchsorted(starts, places, right=True) - 1]
 
 
+def check_equal_boundaries(names: str, first: Tensor, other: Tensor) -> None:
+    """Raise ValueError unless the boundaries of packed documents that two arguments of these names give are equal."""
+    if first is other:
+        return
+    words = f"{names} must be the same boundaries, those of self-attention"
+    if first.shape != other.shape:
+        raise ValueError(f"{words}: got {first.shape[0] - 1} and {other.shape[0] - 1} documents")
+    is_equal = (first == other.to(first.device)).all()
+    require(is_equal, ValueError, words, lambda: f": got {first.tolist()} and {other.tolist()}")
+
+
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, embed_dim: int) -> Tensor:
     """The one that is given of input_ids ``[B, N]`` and inputs_embeds ``[B, N, E]``."""
     if inputs_embeds is None:
-        if input_ids is None or input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-            shown = input_ids if input_ids is None else f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
-            raise ValueError(
-                f"input_ids must be an int64 or int32 tensor [batch, sequence] of token numbers, got {shown}"
-            )
-        return input_ids
+        return check_ids("input_ids", input_ids)
     if input_ids is not None:
         raise ValueError("input_ids and inputs_embeds exclude each other: got both; pass one of them")
     if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != embed_dim or not inputs_embeds.is_floating_point():
@@ -278,6 +267,14 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, embed_dim:
             f"got {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}"
         )
     return inputs_embeds
+
+
+def check_ids(name: str, ids: Tensor | None) -> Tensor:
+    """Return ``ids``, an integer tensor ``[batch, sequence]`` of token ids; raise ValueError if they are not."""
+    if ids is None or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        got = None if ids is None else f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ValueError(f"{name} must be an int64 or int32 tensor [batch, sequence] of token numbers, got {got}")
+    return ids
 
 
 def check_inputs(

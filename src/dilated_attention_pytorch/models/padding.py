@@ -61,13 +61,17 @@ def attend_runs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_runs: Sequence[Run],
-    key_runs: Sequence[Run],
+    query_runs: Sequence[Run] | None,
+    key_runs: Sequence[Run] | None,
 ) -> Tensor:
     """Attention among each row's real tokens only, as ``attend`` computes it for them alone; 0 at padding.
 
-    Rows with the same column range share one call.
+    Rows with the same column range share one call. None = all tokens of the queries, or of the keys, are real.
     """
+    if query_runs is None and key_runs is None:
+        return attend(query, key, value)
+    query_runs = query_runs or [(0, query.shape[1])] * query.shape[0]
+    key_runs = key_runs or [(0, key.shape[1])] * key.shape[0]
     out = torch.zeros_like(query)
     for (of_queries, of_keys), members in group_rows(list(zip(query_runs, key_runs, strict=True))).items():
         rows = torch.tensor(members, device=query.device)

@@ -54,16 +54,14 @@ def merge_visible_keys(step: CacheIndexStep, query: Tensor, stored: Stored, out:
                 tensor.masked_fill_(hidden.unsqueeze(3), 0.0)
         merge_rows(rows[0], RemoteKeys(keys, values, hidden), rows[1], rows[2], scale=scale, impl=impl)
         return
-    for some_keys in step.visible_keys:
-        queries, out_of_keys, lse_of_keys = (tensor[:, some_keys.rows, some_keys.heads] for tensor in grouped)
+    for visible in step.visible_keys:
+        queries, out_of_keys, lse_of_keys = (tensor[:, visible.rows, visible.heads] for tensor in grouped)
         if impl.is_in_place and queries.shape[1] * queries.shape[3] <= ROWS_OF_STREAM:
-            keys, values = (rows[:, :, some_keys.heads] for rows in stored)
-            slots = (some_keys.indices // num_kv_heads).view(some_keys.num_keys, -1).T
+            keys, values = (rows[:, :, visible.heads] for rows in stored)
+            slots = (visible.indices // num_kv_heads).view(visible.num_keys, -1).T
             seen = RemoteKeys(keys, values, seen_rows=slots)
         else:
-            keys, values = (
-                rows.index_select(1, some_keys.indices).unflatten(1, (some_keys.num_keys, -1)) for rows in flat
-            )
+            keys, values = (rows.index_select(1, visible.indices).unflatten(1, (visible.num_keys, -1)) for rows in flat)
             seen = RemoteKeys(keys, values)
         merge_rows(queries, seen, out_of_keys, lse_of_keys, scale=scale, impl=impl)
 

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
-
-
-class LayerKeys(Protocol):
-    """A transformation of a block's keys before rotation."""
-
-    def __call__(self, layer: int, key: Tensor) -> Tensor:
-        """``[B, N, G, D]`` to ``[B, N, G, D]``."""
-        ...
 
 
 def shift_keys(key: Tensor, positions: Tensor, before: Tensor | None = None, starts: Tensor | None = None) -> Tensor:

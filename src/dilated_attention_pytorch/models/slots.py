@@ -94,6 +94,8 @@ class Slots:
 
     def release(self, following: int, still_seen: Callable[[], Tensor]) -> None:
         """Free slots whose positions no rule makes visible from ``following`` on, except positions ``still_seen``."""
+        if not self.rules:
+            return
         positions = self.positions
         dead = (positions != _FREE) & (self._last[: self.num_slots] < following)
         if dead.any():
@@ -125,13 +127,13 @@ class Slots:
             return
         ends = ((positions[1:] - positions[:-1]) > largest_gap).nonzero().squeeze(1) + 1
         parts = zip(*(tensor.tensor_split(ends) for tensor in (positions, slots, last)), strict=True)
-        for some, of_some, last_of_some in parts:
-            rows = slice(0, min(stop, int(last_of_some.max()) + 1) - start)
-            first = int(some[0])
-            dense = of_some.new_zeros(int(some[-1]) + 1 - first)
-            dense[some - first] = of_some
+        for run_positions, run_slots, run_last in parts:
+            rows = slice(0, min(stop, int(run_last.max()) + 1) - start)
+            first = int(run_positions[0])
+            dense = run_slots.new_zeros(int(run_positions[-1]) + 1 - first)
+            dense[run_positions - first] = run_slots
             is_absent = torch.ones(dense.shape, dtype=torch.bool)
-            is_absent[some - first] = False
+            is_absent[run_positions - first] = False
             for heads in arithmetic_runs(self.heads):
                 absent = is_absent.to(device) if is_absent.any() else None
                 yield KeyRange(rows, heads, self.indices(dense, heads).to(device), first, absent)

@@ -1,19 +1,85 @@
-"""A token embedding and an output matrix that may be one parameter."""
+"""A stack of blocks after a token embedding, and an output matrix that may be one parameter with it."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .blocks import Block
+from dilated_attention_pytorch.patterns import Pattern
+
+from .blocks import LongNetBlock
 from .config import LongNetConfig
+from .rotary import rotary
 
 
-class TokenModel(nn.Module):
+class BlockStack(nn.Module):
+    """A token ``embedding``, ``blocks`` with rotary positions, and the LayerNorm after the last block."""
+
+    config: LongNetConfig
+    embedding: nn.Embedding | None
+
+    def _make_stack(
+        self,
+        config: LongNetConfig,
+        blocks: Iterable[LongNetBlock],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        *,
+        has_embedding: bool = True,
+    ) -> None:
+        """Make the modules; ``blocks`` may be a generator, so that parameters are drawn in the order of the modules."""
+        self.config = config
+        self.patterns: tuple[Pattern, ...] = tuple(config.pattern(layer) for layer in range(config.num_layers))
+        self.gradient_checkpointing = config.gradient_checkpointing
+        self.checkpoint_function: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
+        self.embedding = None
+        if has_embedding:
+            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(blocks)
+        self.layernorm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter again, as when the model was made."""
+        self.reset_embeddings()
+        for block in self.blocks:
+            assert isinstance(block, LongNetBlock)
+            block.reset_parameters()
+        self.layernorm.reset_parameters()
+
+    def reset_embeddings(self) -> None:
+        """Initialise the embedding with rows of expected squared norm 1.
+
+        They are scaled by ``sqrt(E)``, so that a token enters the residual stream with the variance of a block's
+        update.
+        """
+        if self.embedding is not None:
+            nn.init.normal_(self.embedding.weight, std=1.0 / math.sqrt(self.config.embed_dim))
+
+    def _through_blocks(self, x: Tensor, positions: Tensor, *operands: object) -> Tensor:
+        """The last block's output after the LayerNorm, ``[B, N, E]``, of embedded rows at ``positions``.
+
+        ``operands`` are those of a block after the rows and their rotation.
+        """
+        config = self.config
+        x = self.dropout(x)
+        turn = rotary(positions, config.embed_dim // config.num_heads, config.rope_theta, x.dtype)
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        for layer, block in enumerate(self.blocks):
+            if recomputes and config.is_recomputed(layer):
+                x = self.checkpoint_function(block, x, turn, *operands)
+            else:
+                x = block(x, turn, *operands)
+        return self.layernorm(x)
+
+
+class TokenModel(BlockStack):
     """A model with a token ``embedding`` and an output matrix ``head``; one parameter with ``tie_embeddings``.
 
     The two stay one parameter where PyTorch would give each module its own: in ``to_empty``, in conversions that
@@ -21,10 +87,7 @@ class TokenModel(nn.Module):
     those of transformers do; one without ``head.weight`` loads as well.
     """
 
-    config: LongNetConfig
     embedding: nn.Embedding
-    blocks: nn.ModuleList
-    layernorm: nn.LayerNorm
     head: nn.Linear
 
     def _make_head(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -34,24 +97,11 @@ class TokenModel(nn.Module):
             self.head.weight = self.embedding.weight
         self.reset_embeddings()
 
-    def reset_parameters(self) -> None:
-        """Draw every parameter anew, as when the model was made."""
-        self.reset_embeddings()
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            block.reset_parameters()
-        self.layernorm.reset_parameters()
-
     def reset_embeddings(self) -> None:
-        """Initialise embedding and output matrix with rows of expected squared norm 1.
-
-        As output matrix they give logits of variance 1. As embedding they are scaled by ``sqrt(E)``, so that a token
-        enters the residual stream with the variance of a block's update.
-        """
-        std = 1.0 / math.sqrt(self.config.embed_dim)
-        nn.init.normal_(self.embedding.weight, std=std)
+        """Initialise embedding and output matrix with rows of expected squared norm 1; logits then have variance 1."""
+        super().reset_embeddings()
         if isinstance(self.head, nn.Linear) and not self._is_tied():  # LongNetModel has no output matrix
-            nn.init.normal_(self.head.weight, std=std)
+            nn.init.normal_(self.head.weight, std=1.0 / math.sqrt(self.config.embed_dim))
 
     def _is_tied(self) -> bool:
         # Pruning, parametrizations and adapters move a module's parameter to another name or module.

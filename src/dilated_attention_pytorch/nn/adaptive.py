@@ -121,7 +121,7 @@ class AdaptiveBlockAttention(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Draw the scorer's parameters anew."""
+        """Draw the scorer's parameters again."""
         self.scorer.reset_parameters()
 
     def select(

@@ -154,14 +154,14 @@ def _best(queries: Tensor, keys: Tensor, own: Tensor, best: int, empty: Tensor |
     """The ``best`` blocks by score without the own one; ties go to the first block, -1 where there are fewer."""
     number = torch.arange(keys.shape[2], device=keys.device)
     step = max(1, _SCORES_AT_ONCE // max(1, queries.shape[0] * queries.shape[1] * keys.shape[2]))
-    found = []
+    chosen_blocks = []
     for start in range(0, max(1, queries.shape[2]), step):
-        some = slice(start, start + step)
-        mine = own[some].unsqueeze(-1)
+        rows = slice(start, start + step)
+        mine = own[rows].unsqueeze(-1)
         excluded = number >= mine if is_causal else number == mine
         excluded = excluded[None, None] if empty is None else excluded | empty
-        scores = (queries[:, :, some] @ keys.mT).masked_fill(excluded, float("-inf"))
+        scores = (queries[:, :, rows] @ keys.mT).masked_fill(excluded, float("-inf"))
         order = torch.sort(scores, dim=-1, descending=True, stable=True)
         chosen = order.indices[..., :best]
-        found.append(chosen.masked_fill(order.values[..., :best] == float("-inf"), -1))
-    return torch.cat(found, dim=2)
+        chosen_blocks.append(chosen.masked_fill(order.values[..., :best] == float("-inf"), -1))
+    return torch.cat(chosen_blocks, dim=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -69,7 +69,7 @@ class PatternAttention(nn.Module):
         heads_first: bool | None = None,
     ) -> Tensor:
         """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
-        return attend(
+        return self._function_for(query, heads_first)(
             query,
             key,
             value,
@@ -84,6 +84,10 @@ class PatternAttention(nn.Module):
             heads_first=heads_first,
             impl=self.impl,
         )
+
+    def _function_for(self, query: Tensor, heads_first: bool | None) -> Callable[..., Tensor]:
+        """The function that computes a call: :func:`attend`, or one with its arguments."""
+        return attend
 
     def extra_repr(self) -> str:
         return f"pattern={self.pattern}, dropout={self.dropout}"

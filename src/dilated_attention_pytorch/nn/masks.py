@@ -7,6 +7,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.tracing import require
+
 
 @overload
 def ignored_keys(key_padding_mask: None) -> None: ...
@@ -17,7 +19,7 @@ def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
     ``nn.TransformerEncoderLayer`` produces.
 
     Raises:
-        TypeError: the mask is no tensor.
+        TypeError: the mask is not a tensor.
         ValueError: another float value, which would be an additive bias.
     """
     if key_padding_mask is None:
@@ -27,7 +29,7 @@ def ignored_keys(key_padding_mask: Tensor | None) -> Tensor | None:
         return key_padding_mask
     # Some callers use the dtype's minimum instead of -inf.
     ignored = key_padding_mask <= torch.finfo(key_padding_mask.dtype).min / 2
-    _require(
+    require(
         (ignored | (key_padding_mask == 0)).all(),
         ValueError,
         "a float key_padding_mask must hold only 0 (keep) and -inf (ignore): other values would bias scores, which "
@@ -49,7 +51,7 @@ def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
     """Check that ``attn_mask`` is the causal mask: True or -inf after each query, False or 0 elsewhere.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a tensor.
         NotImplementedError: it is any other mask.
     """
     _check_tensor("attn_mask", attn_mask)
@@ -63,13 +65,13 @@ def check_causal(attn_mask: Tensor, num_queries: int, num_keys: int) -> None:
         holds = torch.where(later, attn_mask <= torch.finfo(attn_mask.dtype).min / 2, attn_mask == 0)
     else:
         holds = attn_mask == later
-    _require(holds.all(), NotImplementedError, f"{_OTHER_MASK}; got a mask that hides other keys or adds to scores")
+    require(holds.all(), NotImplementedError, f"{_OTHER_MASK}; got a mask that hides other keys or adds to scores")
 
 
 _OTHER_MASK = (
-    "attn_mask can only be the causal mask (True or -inf after each query, False or 0 elsewhere): the pattern says who "
-    "sees whom; pass is_causal=True for it, key_padding_mask for padding, cu_seqlens for packed documents, "
-    "from_block_mask as the pattern for any other mask"
+    "attn_mask can only be the causal mask (True or -inf after each query, False or 0 elsewhere): the pattern says "
+    "which keys a query attends to; pass is_causal=True for it, key_padding_mask for padding, cu_seqlens for packed "
+    "documents, from_block_mask as the pattern for any other mask"
 )
 
 
@@ -78,10 +80,3 @@ def _check_tensor(name: str, mask: object) -> None:
         raise TypeError(
             f"{name} must be a tensor or None, got {mask!r}; the causal mask is is_causal=True, written by name"
         )
-
-
-def _require(holds: Tensor, error: type[Exception], message: str) -> None:
-    if torch.compiler.is_compiling():  # checked when the compiled graph runs
-        torch._assert_async(holds, message)
-    elif not bool(holds):
-        raise error(message)

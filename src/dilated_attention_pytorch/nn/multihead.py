@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
+from dilated_attention_pytorch.ops.validation import check_size
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
@@ -80,11 +81,10 @@ class MultiheadPatternAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name} must be an integer, got {number!r} of type {type(number).__name__}")
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            check_size(name, number)
+        if embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim: got {num_heads} heads and embed_dim {embed_dim}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads: got {num_kv_heads} of {num_heads} heads")
         self.embed_dim = embed_dim
         self.num_heads = num_heads

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning.gathered import Gathered, KeyLists
+from dilated_attention_pytorch.plan.gathered import Gathered, KeyLists
 
 from .operands import FactorName, Name, Operand, Operands, Role, Rows
 from .views import PartialViews

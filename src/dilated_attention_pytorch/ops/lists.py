@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dilated_attention_pytorch.planning.block_lists import BlockLists
+from dilated_attention_pytorch.plan.block_lists import BlockLists
 
 from .operands import FactorName, Name, Operand, Operands, Role, Rows
 from .views import PartialViews

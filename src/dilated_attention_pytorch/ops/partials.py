@@ -16,10 +16,10 @@ from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.masks import Masks
 from dilated_attention_pytorch.kernels.partial import PRODUCTS, Kernel, MergedViews, PartialCall
 from dilated_attention_pytorch.kernels.products import LOG2_E, KeepFactors, Result, ScoreBlock
-from dilated_attention_pytorch.planning.block_lists import AnyPartial, BlockLists
-from dilated_attention_pytorch.planning.gathered import Gathered
-from dilated_attention_pytorch.planning.geometry import Partial
-from dilated_attention_pytorch.planning.plan import Tile
+from dilated_attention_pytorch.plan.block_lists import AnyPartial, BlockLists
+from dilated_attention_pytorch.plan.gathered import Gathered
+from dilated_attention_pytorch.plan.geometry import Partial
+from dilated_attention_pytorch.plan.planner import Tile
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .call import Implementation

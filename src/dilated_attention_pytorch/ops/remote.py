@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.planning.geometry import Axis, Partial
-from dilated_attention_pytorch.planning.shards import Block
+from dilated_attention_pytorch.plan.geometry import Axis, Partial
+from dilated_attention_pytorch.plan.shards import Block
 
 from .call import Implementation
 from .operands import Operand, Role, Rows

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.masks import Masks
-from dilated_attention_pytorch.planning.block_lists import BlockLists
-from dilated_attention_pytorch.planning.plan import CallShape, Tile, plan, tile_size
+from dilated_attention_pytorch.plan.block_lists import BlockLists
+from dilated_attention_pytorch.plan.planner import CallShape, Tile, plan, tile_size
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .call import Call

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dilated_attention_pytorch.planning.geometry import Partial
+from dilated_attention_pytorch.plan.geometry import Partial
 
 from .operands import FactorName, Name, Operand, Operands, Rows
 

@@ -8,35 +8,28 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.estimate.parallel import Shape, Strategy, cheapest
-from dilated_attention_pytorch.kernels.select import Impl, default_of, select
+from dilated_attention_pytorch.estimate.parallel import ShardedShape, Strategy, cheapest
+from dilated_attention_pytorch.kernels.select import default_of, select
+from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.heads import Heads
-from dilated_attention_pytorch.planning.layout import Layout
-from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.plan.heads import Heads
+from dilated_attention_pytorch.plan.layout import Layout
+from dilated_attention_pytorch.plan.shards import ShardedCall
 
 from .sharding import Ranks, check_layout, num_rows_of
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Keywords:
-    """The keywords of :func:`parallel.attend`, except the mesh."""
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The arguments of :func:`parallel.attend` that :func:`attend` does not have, except the mesh."""
 
     strategy: Strategy
     layout: Layout
     sequence_length: int | None
     key_sequence_length: int | None
-    is_causal: bool
-    scale: float | None
-    query_offset: int
-    key_offset: int
-    cu_seqlens: Tensor | None
-    key_padding_mask: Tensor | None
-    dropout_p: float
-    impl: Impl
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,59 +54,53 @@ def check_strategy(strategy: str) -> None:
         raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
 
 
-def agree(
-    ranks: Ranks,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    keywords: Keywords,
-    *,
-    is_lse_wanted: bool,
-) -> Agreed:
-    """Check this rank's sharding and, once per distinct call, that all ranks make the same call."""
-    is_causal, offset, key_offset, mask = (
-        keywords.is_causal,
-        keywords.query_offset,
-        keywords.key_offset,
-        keywords.key_padding_mask,
-    )
-    layout = check_layout(keywords.layout)
-    check_strategy(keywords.strategy)
-    length = keywords.sequence_length
-    if keywords.cu_seqlens is not None:
-        check_cu_seqlens(keywords.cu_seqlens, query)
-        length = int(keywords.cu_seqlens[-1]) if length is None else length
+def agree(ranks: Ranks, call: Call, sharding: Sharding, *, is_lse_wanted: bool) -> Agreed:
+    """Check this rank's sharding and, once per distinct call, that all ranks make the same call.
+
+    Args:
+        ranks: the ranks that share the sequence.
+        call: query, key and value are this rank's rows, boundaries of documents those of the whole sequence.
+        sharding: how the rows are sharded.
+        is_lse_wanted: whether the log-sum-exp is returned.
+    """
+    query, key, pattern, offset, key_offset = call.query, call.key, call.pattern, call.first_query, call.key_offset
+    assert pattern is not None
+    layout = check_layout(sharding.layout)
+    check_strategy(sharding.strategy)
+    length = sharding.sequence_length
+    if call.cu_seqlens is not None:
+        check_cu_seqlens(call.cu_seqlens, query)
+        length = int(call.cu_seqlens[-1]) if length is None else length
     num_queries = num_rows_of(query.shape[1], length, ranks, layout, "query")
     # Use only values that all ranks share: on some ranks, query and key can have equal numbers of rows by coincidence.
-    num_keys = num_queries if keywords.key_sequence_length is None else keywords.key_sequence_length
+    num_keys = num_queries if sharding.key_sequence_length is None else sharding.key_sequence_length
     num_rows_of(key.shape[1], num_keys, ranks, layout, "key")
     for rule in pattern.rules:
         rule.check(max(offset + num_queries, key_offset + num_keys), key.shape[2])
-    documents = documents_of(keywords.cu_seqlens, num_queries)
+    documents = documents_of(call.cu_seqlens, num_queries)
     is_one_sequence = num_keys == num_queries and key_offset == offset
     if documents is not None and not (is_one_sequence and offset == 0):
         raise ValueError(
             "cu_seqlens packs documents of self-attention, so query and key must cover the same rows starting at "
             f"position 0: got {num_queries} query rows at {offset} and {num_keys} key rows at {key_offset}"
         )
-    asked = default_of(keywords.impl)
+    asked = default_of(call.impl)
     impl = select(asked, query.device, query.dtype, query.shape[-1])
-    strategy = keywords.strategy
+    strategy = sharding.strategy
     if strategy == "auto":
-        call = ShardedCall(pattern, key.shape[2], is_causal, offset, documents)
-        size = Shape(
-            call,
+        sharded = ShardedCall(pattern, key.shape[2], call.is_causal, offset, documents)
+        size = ShardedShape(
+            sharded,
             query.shape[0],
             num_queries,
             query.shape[2],
             query.shape[3],
             query.dtype,
-            mask is not None,
+            call.key_padding_mask is not None,
             tuple(communicator.size for communicator in (ranks.rows, ranks.heads) if communicator is not None),
         )
-        needs_whole = ranks.heads is None and not (is_one_sequence and asked != "reference")
-        strategy = "heads" if needs_whole else cheapest(size, layout)
+        is_for_heads = ranks.heads is None and not (is_one_sequence and asked != "reference")
+        strategy = "heads" if is_for_heads else cheapest(size, layout)
     _check_strategy(ranks, strategy, query, key, pattern, asked, is_one_sequence=is_one_sequence)
     numbers = ranks.agree(
         {
@@ -123,16 +110,16 @@ def agree(
             "key": [key.shape[0], num_keys, *key.shape[2:]],
             "dtype": str(query.dtype),
             "pattern": pattern.spec,
-            "is_causal": is_causal,
-            "scale": keywords.scale,
+            "is_causal": call.is_causal,
+            "scale": call.scale,
             "query_offset": offset,
             "key_offset": key_offset,
             "cu_seqlens": documents,
-            "key_padding_mask": "none" if mask is None else "a mask",
-            "dropout_p": keywords.dropout_p,
+            "key_padding_mask": "none" if call.key_padding_mask is None else "a mask",
+            "dropout_p": call.dropout_p,
             "impl": asked,
             "lse": is_lse_wanted,
-            "gradient": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
+            "gradient": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, call.value)),
         }
     )
     return Agreed(strategy, num_queries, num_keys, documents, impl, *numbers)

@@ -15,12 +15,12 @@ from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.run import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.heads import Heads
-from dilated_attention_pytorch.planning.layout import Layout, Shards, with_rows
-from dilated_attention_pytorch.planning.shards import ShardedCall
+from dilated_attention_pytorch.plan.heads import Heads
+from dilated_attention_pytorch.plan.layout import Layout, Shards, with_rows
+from dilated_attention_pytorch.plan.shards import ShardedCall
 from dilated_attention_pytorch.precision import cast_by_autocast
 
-from .agreement import Agreed, Keywords, agree
+from .agreement import Agreed, Sharding, agree
 from .first_derivative import refuse_other_derivatives
 from .heads import Route, RowRanges, ToHeads, ToRows, to_heads
 from .sequence import LayerTask, SequenceAttention
@@ -53,11 +53,11 @@ def attend_with_lse(
 
     Arguments and errors are those of :func:`attend`.
     """
-    keywords = Keywords(
-        strategy=strategy,
-        layout=layout,
-        sequence_length=sequence_length,
-        key_sequence_length=key_sequence_length,
+    call = Call(
+        query,
+        key,
+        value,
+        pattern=pattern,
         is_causal=is_causal,
         scale=scale,
         query_offset=query_offset,
@@ -67,7 +67,8 @@ def attend_with_lse(
         dropout_p=dropout_p,
         impl=impl,
     )
-    out, lse = _attend(query, key, value, pattern, mesh, keywords, heads_first, is_lse_wanted=True)
+    sharding = Sharding(strategy, layout, sequence_length, key_sequence_length)
+    out, lse = _attend(call, sharding, mesh, heads_first, is_lse_wanted=True)
     assert lse is not None
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
@@ -142,11 +143,11 @@ def attend(
     ...         q, k, v, DilatedPattern([128, 512], [1, 4]), mesh=mesh, sequence_length=1000, is_causal=True
     ...     )
     """
-    keywords = Keywords(
-        strategy=strategy,
-        layout=layout,
-        sequence_length=sequence_length,
-        key_sequence_length=key_sequence_length,
+    call = Call(
+        query,
+        key,
+        value,
+        pattern=pattern,
         is_causal=is_causal,
         scale=scale,
         query_offset=query_offset,
@@ -156,59 +157,40 @@ def attend(
         dropout_p=dropout_p,
         impl=impl,
     )
-    out, _ = _attend(query, key, value, pattern, mesh, keywords, heads_first, is_lse_wanted=False)
+    sharding = Sharding(strategy, layout, sequence_length, key_sequence_length)
+    out, _ = _attend(call, sharding, mesh, heads_first, is_lse_wanted=False)
     return out.transpose(1, 2) if heads_first else out
 
 
 @torch.compiler.disable
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    mesh: DeviceMesh,
-    keywords: Keywords,
-    heads_first: bool | None,
-    *,
-    is_lse_wanted: bool,
+    call: Call, sharding: Sharding, mesh: DeviceMesh, heads_first: bool | None, *, is_lse_wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, if requested, log-sum-exp of this rank's rows."""
-    ranks = ranks_of(mesh)
+    ranks, layout = ranks_of(mesh), sharding.layout
     with ranks.rows.announced():
-        query, key, value = sequence_first(query, key, value, heads_first)
-        check_call(
-            Call(
-                query,
-                key,
-                value,
-                key_padding_mask=keywords.key_padding_mask,
-                pattern=pattern,
-                is_causal=keywords.is_causal,
-                scale=keywords.scale,
-                query_offset=keywords.query_offset,
-                key_offset=keywords.key_offset,
-                dropout_p=keywords.dropout_p,
-            )
-        )
+        query, key, value = sequence_first(call.query, call.key, call.value, heads_first)
+        # Boundaries of documents are those of the whole sequence, which this rank's rows say nothing about.
+        check_call(call._replace(query=query, key=key, value=value, cu_seqlens=None))
         refuse_other_derivatives(query, key, value)
         # Before the ranks compare their calls: autocast sets the dtype of the exchanged tensors.
         query, key, value = cast_by_autocast(query, key, value)
-        agreed = agree(ranks, query, key, value, pattern, keywords, is_lse_wanted=is_lse_wanted)
-    seed = torch.randint(2**62, (), device=query.device) if keywords.dropout_p > 0.0 else None
-    mask = keywords.key_padding_mask
+        call = call._replace(query=query, key=key, value=value)
+        agreed = agree(ranks, call, sharding, is_lse_wanted=is_lse_wanted)
+    if call.dropout_p > 0.0:
+        call = call._replace(dropout_seed=torch.randint(2**62, (), device=query.device))
     if ranks.heads is None and agreed.strategy != "heads":
-        return _by_rows(ranks, agreed, query, key, value, mask, pattern, seed, keywords)
+        return _by_rows(ranks, agreed, call, layout)
     # Each rank gets all rows of some heads: of the whole sequence, or of its row group's part.
     communicator = ranks.heads or ranks.rows
     heads = Heads.split(query.shape[2], key.shape[2], communicator.size)
-    query_ranges, key_ranges = (
-        _row_ranges(ranks, rows, keywords.layout) for rows in (agreed.num_queries, agreed.num_keys)
-    )
+    query_ranges, key_ranges = (_row_ranges(ranks, rows, layout) for rows in (agreed.num_queries, agreed.num_keys))
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     number = agreed.number if ranks.heads is None else agreed.heads_number
     route = Route(communicator, heads.queries, query_ranges, num_heads, 2 * number)
     kv_route = Route(communicator, heads.kv, key_ranges, num_kv_heads, 2 * number)
     query, key, value = ToHeads.apply(query, key, value, route, kv_route)
+    mask, seed = call.key_padding_mask, call.dropout_seed
     if mask is not None:
         same_for_all = Route(communicator, ((0,),) * communicator.size, key_ranges, 1, 2 * number)
         mask = to_heads(mask.unsqueeze(-1).to(torch.uint8), same_for_all).squeeze(-1).bool()
@@ -216,30 +198,17 @@ def _attend(
     if kv != heads.kv[communicator.rank]:
         index = torch.tensor([heads.kv[communicator.rank].index(head) for head in kv], device=key.device)
         key, value = key.index_select(2, index), value.index_select(2, index)
-    pattern = pattern.for_heads(kv, num_kv_heads)
-    if seed is not None:
+    assert call.pattern is not None
+    of_heads = call._replace(
+        query=query,
+        key=key,
+        value=value,
+        key_padding_mask=mask,
         # Other heads of the same rows need other draws.
-        seed = seed + (communicator.rank << 48)
-    if ranks.heads is not None:
-        out, lse = _by_rows(ranks, agreed, query, key, value, mask, pattern, seed, keywords)
-    else:
-        out, lse = attend_checked(
-            Call(
-                query,
-                key,
-                value,
-                cu_seqlens=keywords.cu_seqlens,
-                key_padding_mask=mask,
-                dropout_seed=seed,
-                pattern=pattern,
-                is_causal=keywords.is_causal,
-                scale=keywords.scale,
-                query_offset=keywords.query_offset,
-                key_offset=keywords.key_offset,
-                dropout_p=keywords.dropout_p,
-                impl=keywords.impl,
-            )
-        )
+        dropout_seed=None if seed is None else seed + (communicator.rank << 48),
+        pattern=call.pattern.for_heads(kv, num_kv_heads),
+    )
+    out, lse = attend_checked(of_heads) if ranks.heads is None else _by_rows(ranks, agreed, of_heads, layout)
     if is_lse_wanted:
         return ToRows.apply(route, out, lse)
     return ToRows.apply(route, out)[0], None
@@ -257,24 +226,15 @@ def _row_ranges(ranks: Ranks, num_rows: int, layout: Layout) -> tuple[RowRanges,
     return tuple(((sum(sizes[:part]), 0, size),) for part, size in enumerate(sizes))
 
 
-def _by_rows(
-    ranks: Ranks,
-    agreed: Agreed,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_ignored: Tensor | None,
-    pattern: Pattern,
-    seed: Tensor | None,
-    keywords: Keywords,
-) -> tuple[Tensor, Tensor]:
+def _by_rows(ranks: Ranks, agreed: Agreed, call: Call, layout: Layout) -> tuple[Tensor, Tensor]:
     """Ring or gather along the first axis."""
-    query, scale = with_scale(query, keywords.scale)
-    key, value = (without_padding(x, is_ignored) for x in (key, value))
+    assert call.pattern is not None
+    query, scale = with_scale(call.query, call.scale)
+    key, value = (without_padding(x, call.key_padding_mask) for x in (call.key, call.value))
     query, key, value = (as_rows(x) for x in (query, key, value))
-    call = ShardedCall(pattern, key.shape[2], keywords.is_causal, keywords.query_offset, agreed.documents)
-    shards = Shards(agreed.num_queries, ranks.rows.size, keywords.layout)
-    options = Options(call, scale, IMPLEMENTATIONS[agreed.impl], keywords.dropout_p)
+    sharded = ShardedCall(call.pattern, key.shape[2], call.is_causal, call.first_query, agreed.documents)
+    shards = Shards(agreed.num_queries, ranks.rows.size, layout)
+    options = Options(sharded, scale, IMPLEMENTATIONS[agreed.impl], call.dropout_p)
     task = LayerTask(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
-    out, lse = SequenceAttention.apply(query, key, value, is_ignored, seed, task)
+    out, lse = SequenceAttention.apply(query, key, value, call.key_padding_mask, call.dropout_seed, task)
     return out, lse

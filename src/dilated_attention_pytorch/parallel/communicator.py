@@ -8,15 +8,16 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.planning.rounds import Hop, around, gather_rounds
+from dilated_attention_pytorch.plan.rounds import Hop, around, gather_rounds
 
-from .failure import Board, RankFailure, disagreement
+from .failure import RankFailure, RankGroup, disagreement
 from .groups import all_groups, as_long_as_all, break_off, is_of_transport, timeout_of
 from .monitor import Monitor
 from .traffic import COUNTERS
@@ -89,9 +90,9 @@ class Communicator:
         self._timeout = as_long_as_all(group)
         self._num_calls = 0
         self._agreed: set[int] = set()
-        self._board: Board | None = None
+        self._rank_group: RankGroup | None = None
         if self.size > 1:
-            self._board = Board(_connections().monitor, group.group_name, self.ranks)
+            self._rank_group = RankGroup(_connections().monitor, group.group_name, self.ranks)
 
     def agree(self, call: Mapping[str, object]) -> int:
         """Check, once per distinct ``call``, that all ranks make it; later calls only look it up in a set.
@@ -103,30 +104,23 @@ class Communicator:
         Raises:
             RankFailure: a rank makes another call; the message names the rank and the difference.
         """
-        if self._board is None:
+        if self._rank_group is None:
             return 0
         said = {name: str(value) for name, value in call.items()}
-        text = json.dumps(said).encode()
         self._num_calls += 1
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+        digest = int.from_bytes(hashlib.blake2b(json.dumps(said).encode(), digest_size=7).digest())
         number = zlib.crc32(f"{self._num_calls} {digest}".encode()) % (1 << 28)
-        self._board.enter(said, self._num_calls)
+        self._rank_group.enter(said, self._num_calls)
         if digest in self._agreed:
             return number
-        encoded = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
-        header = torch.tensor([self._num_calls, digest, len(encoded)], device=self.device)
+        header = torch.tensor([self._num_calls, digest], device=self.device)
         doing = "comparing the call with the other ranks"
         headers = self._gather(header, range(self.size), _AGREEMENT_TAG, doing, self._exchange).tolist()
         if not self._agreed:
-            self._board.has_met()
+            self._rank_group.expect()
         if any(other != headers[0] for other in headers):
-            padded = encoded.new_zeros(max(length for _, _, length in headers))
-            padded[: len(encoded)] = encoded
-            texts = self._gather(padded, range(self.size), _AGREEMENT_TAG + 1, doing, self._exchange).cpu()
-            calls = [
-                json.loads(bytes(row[:length].tolist())) for row, (_, _, length) in zip(texts, headers, strict=True)
-            ]
-            raise RankFailure(disagreement([number for number, _, _ in headers], calls, self.ranks))
+            calls = self.all_gather_json(said, tag=_AGREEMENT_TAG + 1)
+            raise RankFailure(disagreement([number for number, _ in headers], calls, self.ranks))
         if len(self._agreed) >= _MOST_AGREED:  # on all ranks at the same call
             self._agreed.clear()
         self._agreed.add(digest)
@@ -151,6 +145,15 @@ class Communicator:
         if self._is_collective(members):
             self._count_collective(tensor.nbytes)
         return self._gather(tensor, members, tag, "gathering rows", self.exchange)
+
+    def all_gather_json(self, value: object, *, tag: int) -> list[Any]:
+        """All-gather of values of JSON, in the order of the axis."""
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        lengths = self.all_gather(torch.tensor([len(encoded)], device=self.device), tag=tag).view(-1).tolist()
+        padded = encoded.new_zeros(max(lengths))
+        padded[: len(encoded)] = encoded
+        rows = self.all_gather(padded, tag=tag).cpu()
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
     def reduce_scatter(self, tensor: Tensor, members: Sequence[int], *, tag: int) -> Tensor:
         """Reduce-scatter of ``[members, *shape]``: the sum of all members' tensors at this rank's index, ``[*shape]``.
@@ -202,10 +205,10 @@ class Communicator:
     @contextlib.contextmanager
     def explained(self, doing: str) -> Iterator[None]:
         """Context that turns a transport error into one that names the failed rank and the cause."""
-        if self._board is None:
+        if self._rank_group is None:
             yield
             return
-        with self._board.waiting(doing, can_interrupt=self._is_gloo):
+        with self._rank_group.waiting(doing, can_interrupt=self._is_gloo):
             yield
 
     @contextlib.contextmanager
@@ -214,8 +217,8 @@ class Communicator:
         try:
             yield
         except (TypeError, ValueError, NotImplementedError) as error:
-            if self._board is not None:
-                self._board.refuse(error)
+            if self._rank_group is not None:
+                self._rank_group.refuse(error)
             raise
 
     def _exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, doing: str) -> Pending:
@@ -304,7 +307,7 @@ def communicator_of(mesh: DeviceMesh, dim: int = 0) -> Communicator:
     return communicators[name]
 
 
-def whole_world(device_type: str) -> DeviceMesh | None:
+def world_mesh(device_type: str) -> DeviceMesh | None:
     """A 1-D mesh of all ranks of the process group; None in a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -360,8 +363,8 @@ def naming_ranks(doing: str) -> Iterator[None]:
     for group in all_groups():
         as_long_as_all(group)
     monitor.wait_at_most(timeout_of(dist.group.WORLD).total_seconds())
-    board = Board(monitor, f"all, {doing}", ranks)
-    board.has_met()
+    rank_group = RankGroup(monitor, f"all, {doing}", ranks)
+    rank_group.expect()
     try:
         yield
     except RankFailure:
@@ -369,5 +372,5 @@ def naming_ranks(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_of_transport(error):
             raise
-        board.waits = doing
-        raise RankFailure(f"{doing}: {board.diagnose(error, doing)}") from error
+        rank_group.waits = doing
+        raise RankFailure(f"{doing}: {rank_group.diagnose(error, doing)}") from error

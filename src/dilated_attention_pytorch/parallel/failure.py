@@ -6,15 +6,13 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import textwrap
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from .monitor import KNOWN_SECONDS, SILENT_SECONDS, Failure, InGroup, KnownFailure, Monitor, State, names, no_answer
+from .monitor import KNOWN_SECONDS, SILENT_SECONDS, Failure, InGroup, Monitor, State, names, no_answer
 
 _POLL_SECONDS = 0.1
 _TRANSPORT_LENGTH = 120
@@ -25,7 +23,7 @@ class RankFailure(RuntimeError):
     """A rank died, does not respond, or makes a different call. The message names it."""
 
 
-class Board:
+class RankGroup:
     """A group of ranks that diagnose a failure together.
 
     Args:
@@ -52,9 +50,9 @@ class Board:
         self._call, self._number = call, number
         self._monitor.reason = ""
 
-    def has_met(self) -> None:
+    def expect(self) -> None:
         """Record that all ranks of the group took part in a call."""
-        self._monitor.has_met(self._ranks)
+        self._monitor.expect(self._ranks)
 
     def refuse(self, error: Exception) -> None:
         """Publish that this rank raises an error of its own, so that the others do not wait until their timeout."""
@@ -69,14 +67,9 @@ class Board:
             can_interrupt: whether the monitor can interrupt the wait; on SIGTERM the process then reports it first.
         """
 
-        def report() -> None:
-            if not self._report:
-                self.diagnose(None, doing)
-            print(self._report, file=sys.stderr, flush=True)
-
         self.waits, self._report = doing, ""
         try:
-            with self._monitor.watching(report) if can_interrupt else contextlib.nullcontext():
+            with self._reported(doing) if can_interrupt else contextlib.nullcontext():
                 try:
                     yield
                 except RankFailure:
@@ -85,6 +78,19 @@ class Board:
                     raise RankFailure(f"{doing}: {self.diagnose(error, doing)}") from error
         finally:
             self.waits = ""
+
+    def _reported(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Context in which SIGTERM ends the process only after it printed what it waited for, and why in vain.
+
+        Launchers terminate all processes when one has died.
+        """
+
+        def report() -> None:
+            if not self._report:
+                self.diagnose(None, doing)
+            print(self._report, file=sys.stderr, flush=True)
+
+        return self._monitor.watching(report)
 
     def diagnose(self, error: Exception | None, doing: str) -> str:
         """Find the rank that caused a transport error, or a termination signal without one.
@@ -96,36 +102,31 @@ class Board:
         if error is not None and not monitor.got_sigterm:
             text = re.sub(r"^\[/\S*\] ", "", str(error))  # source location in gloo
             transport = f"; the transport said: {textwrap.shorten(text, _TRANSPORT_LENGTH, placeholder=' ...')}"
-        with _held_back(signal.SIGTERM, monitor) as lines:
+        with self._reported(doing):
             monitor.look()
-            cause, found = "", None
-            if self._known() is None:
-                cause, found = self._cause(transport, doing)
-            if found is not None and self._known() is None:
-                monitor.publish(found)
-            known = self._known()
-            if known is not None:
-                cause = known.failure.cause
-                time.sleep(max(0.0, known.at + KNOWN_SECONDS - time.monotonic()))
+            cause = self._cause(transport, doing) if self._known() is None else ""
+            failure = self._known()
+            if failure is not None:
+                cause = failure.cause
+                time.sleep(max(0.0, failure.at + KNOWN_SECONDS - time.monotonic()))
             monitor.reason = cause
             if cause.startswith(f"rank {monitor.rank} ") and not monitor.got_sigterm:
-                cause = f"the other ranks gave this one up: {cause}"
-            ending = "told to end (SIGTERM) while " if monitor.got_sigterm else ""
+                cause = f"the other ranks declared this one failed: {cause}"
+            ending = "received SIGTERM while " if monitor.got_sigterm else ""
             self._report = f"rank {monitor.rank}: {ending}{doing}: {cause}"
-            lines.append(self._report)
         return cause
 
     def _own(self) -> InGroup:
         digest = f"{zlib.crc32(json.dumps(dict(self._call)).encode()):08x}"
         return InGroup(self._number, digest, self.waits)
 
-    def _known(self) -> KnownFailure | None:
+    def _known(self) -> Failure | None:
         """The first failure published during the lifetime of this group."""
         failures = self._monitor.failures
         return failures[self._born] if len(failures) > self._born else None
 
-    def _cause(self, transport: str, doing: str) -> tuple[str, Failure | None]:
-        """The cause, and the failure to publish if one was found, from states that the ranks write from now on."""
+    def _cause(self, transport: str, doing: str) -> str:
+        """The cause, from states that the ranks write from now on; published if it lies with a rank."""
         start = time.monotonic()
         others = [rank for rank in self._ranks if rank != self._monitor.rank]
         before = self._monitor.states(others)
@@ -136,7 +137,7 @@ class Board:
             fresh = {
                 rank: state
                 for rank, state in states.items()
-                if state.has_left or (state.life, state.beat) != _beat(before.get(rank))
+                if state.has_left or rank not in before or state.heartbeat != before[rank].heartbeat
             }
             ending = self._ending(fresh, doing)
             cause = self._stated(fresh, transport) or self._silent(fresh, states, seconds, transport)
@@ -149,20 +150,21 @@ class Board:
                     cause = self._differing(fresh) or self._outside(fresh)
                 # Ranks that wait in another group need this long to report the rank they wait for.
                 if cause is None and seconds > 3 * SILENT_SECONDS:
-                    return f"{self._all_wait(fresh)}{transport}", None
-            if cause is not None:
-                return cause, Failure(cause)
-            time.sleep(_POLL_SECONDS)
+                    return f"{self._all_wait(fresh)}{transport}"
+            time.sleep(_POLL_SECONDS if cause is None else 0.0)
             self._monitor.look()
             if self._known() is not None:
-                return "", None
+                return ""
+            if cause is not None:
+                self._monitor.publish(Failure(cause))
+                return cause
             states = self._monitor.states(others)
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "torchrun's agent on the first host" if is_agents else "rank 0 (or a launcher)"
         return (
             f"{holder}, which holds the store at which the ranks met, does not answer: the process has ended or was "
             f"stopped, or its host cannot be reached{transport}"
-        ), None
+        )
 
     def _in_group(self, state: State) -> InGroup:
         return state.groups.get(self._group, InGroup())
@@ -176,7 +178,7 @@ class Board:
         if not left:
             return None
         return (
-            f"{names(left)} came to an end while others waited: the program ended there, or an error that it "
+            f"{names(left)} ended while others waited: the program ended there, or with an error that it "
             f"printed{transport}"
         )
 
@@ -197,19 +199,21 @@ class Board:
         """That a rank received SIGTERM, if one did; what the others wait for is then irrelevant."""
         ending = [rank for rank, state in fresh.items() if state.got_sigterm]
         if self._monitor.got_sigterm:
-            return f"rank {self._monitor.rank} was told to end (SIGTERM) while {doing}; no rank is known to have failed"
-        return f"{names(ending)} was told to end (SIGTERM)" if ending else None
+            return f"rank {self._monitor.rank} received SIGTERM while {doing}; no rank is known to have failed"
+        return f"{names(ending)} received SIGTERM" if ending else None
 
     def _differing(self, fresh: Mapping[int, State]) -> str | None:
         """Ranks that wait in a different call from the others."""
         own = self._own()
         waiting = {self._monitor.rank: own}
-        waiting |= {rank: one for rank, state in fresh.items() if (one := self._in_group(state)).waits}
-        if len({(one.number, one.call) for one in waiting.values()}) == 1:
+        waiting |= {rank: in_group for rank, state in fresh.items() if (in_group := self._in_group(state)).waits}
+        if len({(in_group.number, in_group.call) for in_group in waiting.values()}) == 1:
             return None
         ranks = sorted(waiting)
         # One rank per distinct call suffices.
-        kinds = {(one.number, one.call): rank for rank, one in waiting.items() if rank != self._monitor.rank}
+        kinds = {
+            (in_group.number, in_group.call): rank for rank, in_group in waiting.items() if rank != self._monitor.rank
+        }
         texts = self._monitor.calls(self._group, list(kinds.values()))
         if texts is None:
             return None
@@ -247,10 +251,6 @@ class Board:
         )
 
 
-def _beat(state: State | None) -> tuple[str, int] | None:
-    return None if state is None else (state.life, state.beat)
-
-
 def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
     """How the ranks' calls differ: the minority is compared with the majority."""
     names = dict.fromkeys(name for call in calls for name in call)
@@ -273,25 +273,3 @@ def disagreement(numbers: Sequence[int], calls: Sequence[Mapping[str, str]], ran
     if len(set(numbers)) > 1:
         text += "A rank left out a call or a backward pass, or made one more. "
     return text + "Every rank must make the same calls in the same order, with the same arguments and its own rows"
-
-
-@contextlib.contextmanager
-def _held_back(number: signal.Signals, monitor: Monitor) -> Iterator[list[str]]:
-    """Defer SIGTERM until the failed rank has been reported: launchers terminate all processes when one has died.
-
-    Yields a list for the message, which is printed if the signal arrived.
-    """
-    lines: list[str] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(number) is None or monitor.is_watching:
-        yield lines
-        return
-    has_arrived = threading.Event()
-    before = signal.signal(number, lambda *_: has_arrived.set())
-    try:
-        yield lines
-    finally:
-        signal.signal(number, before)
-        if has_arrived.is_set():
-            print(*lines, file=sys.stderr, flush=True)
-            signal.raise_signal(number)

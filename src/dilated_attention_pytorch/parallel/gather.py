@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning.exchange import Exchange
-from dilated_attention_pytorch.planning.layout import Shards
-from dilated_attention_pytorch.planning.shards import Block, GatherGroup, gather_groups
+from dilated_attention_pytorch.plan.exchange import Exchange
+from dilated_attention_pytorch.plan.layout import Shards
+from dilated_attention_pytorch.plan.shards import Block, GatherGroup, gather_groups
 
 from .communicator import Communicator
 from .shipment import add_gradients, message_length, pack, unpack
@@ -42,7 +42,6 @@ class Gather:
 
     def backward(self, gradients_of: Callable[[SeenKeys], Tensor], grad_key: Tensor, grad_value: Tensor) -> None:
         """Pass every rank's rows to ``gradients_of``, and add all ranks' gradients for this rank's rows."""
-        batch, _, _, head_dim = self._slab.key.shape
         for gather_group in self._gather_groups:
             size = self._size(gather_group, is_padded=False)
             # Reduced in transit, so gradients travel in the accumulation dtype.
@@ -53,13 +52,12 @@ class Gather:
                     sums[member, : part.shape[0]] = part
             own = self._own(gather_group)
             mine = self._communicator.reduce_scatter(sums, gather_group.members, tag=self._tag + 1)
-            add_gradients(mine[: message_length(own, batch, head_dim, is_padded=False)], own, grad_key, grad_value)
+            add_gradients(mine[: message_length(own, grad_key, is_padded=False)], own, grad_key, grad_value)
 
     def _gathered(self, gather_group: GatherGroup) -> list[SeenKeys]:
         """The gathered rows of every member of a group of ranks."""
         slab = self._slab
         is_padded = slab.is_ignored is not None
-        batch, _, _, head_dim = slab.key.shape
         rows = pack(self._own(gather_group), slab.key, slab.value, slab.is_ignored)
         message = rows.new_zeros(self._size(gather_group, is_padded=is_padded))
         message[: rows.shape[0]] = rows
@@ -68,7 +66,7 @@ class Gather:
             SeenKeys(
                 self._shards[member],
                 Exchange(blocks, rectangles, ()),
-                unpack(gathered[index], blocks, batch, head_dim, is_padded=is_padded),
+                unpack(gathered[index], blocks, slab.key, is_padded=is_padded),
             )
             for index, (member, blocks, rectangles) in enumerate(
                 zip(gather_group.members, gather_group.blocks, gather_group.rectangles, strict=True)
@@ -80,5 +78,4 @@ class Gather:
 
     def _size(self, gather_group: GatherGroup, *, is_padded: bool) -> int:
         """Number of elements that every member sends: the largest member's."""
-        batch, _, _, head_dim = self._slab.key.shape
-        return max(message_length(blocks, batch, head_dim, is_padded=is_padded) for blocks in gather_group.blocks)
+        return max(message_length(blocks, self._slab.key, is_padded=is_padded) for blocks in gather_group.blocks)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.ops import AttentionOutput, merge
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.layout import Layout, shard_runs
+from dilated_attention_pytorch.plan.layout import Layout, shard_runs
 
 from .agreement import check_strategy
 from .attend import attend
@@ -98,8 +98,8 @@ class RankShare:
     def row_at(self, rows: Tensor, position: int, sequence_length: int) -> Tensor:
         """The row at ``position`` of a tensor sharded as ``[B, rows, ...]``: ``[B, ...]`` on every rank."""
         holder, row = (int(number) for number in self._locate(torch.tensor(position), sequence_length))
-        found = rows[:, row].contiguous() if holder == self.rank else rows.new_empty(rows.shape[0], *rows.shape[2:])
-        return self._communicator.broadcast(found, holder)
+        sent = rows[:, row].contiguous() if holder == self.rank else rows.new_empty(rows.shape[0], *rows.shape[2:])
+        return self._communicator.broadcast(sent, holder)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, sequence_length: int) -> Tensor:
         """Causal attention of this rank's rows of a prompt to the whole prompt."""
@@ -181,11 +181,11 @@ class RankShare:
 @functools.lru_cache(maxsize=16)
 def _runs(sequence_length: int, num_ranks: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Every contiguous run of a prompt's rows, in order: first position, rank, first row on that rank."""
-    found = []
+    runs = []
     for rank in range(num_ranks):
         row = 0
         for start, stop in shard_runs(sequence_length, num_ranks, rank, layout):
-            found.append((start, rank, row))
+            runs.append((start, rank, row))
             row += stop - start
-    starts, ranks, rows = torch.tensor(sorted(found)).unbind(dim=1)
+    starts, ranks, rows = torch.tensor(sorted(runs)).unbind(dim=1)
     return starts.contiguous(), ranks, rows

@@ -28,11 +28,11 @@ class Route:
     num_heads: int
     tag: int
 
-    def whole(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows on all ranks."""
         return sum(count for row_ranges in self.row_ranges for _, _, count in row_ranges)
 
-    def held(self, rank: int) -> int:
+    def num_rows_of(self, rank: int) -> int:
         """Number of rows on one rank."""
         return sum(count for _, _, count in self.row_ranges[rank])
 
@@ -84,23 +84,23 @@ def to_heads(tensor: Tensor, route: Route) -> Tensor:
         if peer != communicator.rank
     }
     receives = {
-        peer: tensor.new_empty(tensor.shape[0], route.held(peer), len(mine), *tensor.shape[3:])
+        peer: tensor.new_empty(tensor.shape[0], route.num_rows_of(peer), len(mine), *tensor.shape[3:])
         for peer in range(communicator.size)
         if peer != communicator.rank
     }
     pending = communicator.exchange(_not_empty(sends), _not_empty(receives), route.tag, "exchanging rows for heads")
-    whole = tensor.new_empty(tensor.shape[0], route.whole(), len(mine), *tensor.shape[3:])
-    _put_rows(_heads(tensor, mine), route.row_ranges[communicator.rank], whole)
+    full = tensor.new_empty(tensor.shape[0], route.num_rows(), len(mine), *tensor.shape[3:])
+    _put_rows(_heads(tensor, mine), route.row_ranges[communicator.rank], full)
     pending.wait()
     for peer, rows in receives.items():
-        _put_rows(rows, route.row_ranges[peer], whole)
-    return whole
+        _put_rows(rows, route.row_ranges[peer], full)
+    return full
 
 
 def to_rows(tensor: Tensor, route: Route) -> Tensor:
     """Send every rank its rows of this rank's heads; returns this rank's rows of all heads, copies summed."""
     communicator = route.communicator
-    held = route.held(communicator.rank)
+    held = route.num_rows_of(communicator.rank)
     sends = {
         peer: _rows(tensor, route.row_ranges[peer]) for peer in range(communicator.size) if peer != communicator.rank
     }
@@ -113,12 +113,12 @@ def to_rows(tensor: Tensor, route: Route) -> Tensor:
     # Heads are unique unless key/value heads were copied; the gradients of copies are summed.
     is_disjoint = sum(map(len, route.heads)) == route.num_heads
     dtype = tensor.dtype if is_disjoint else torch.promote_types(tensor.dtype, torch.float32)
-    whole = torch.zeros(tensor.shape[0], held, route.num_heads, *tensor.shape[3:], dtype=dtype, device=tensor.device)
-    _add_heads(_rows(tensor, route.row_ranges[communicator.rank]), route.heads[communicator.rank], whole)
+    full = torch.zeros(tensor.shape[0], held, route.num_heads, *tensor.shape[3:], dtype=dtype, device=tensor.device)
+    _add_heads(_rows(tensor, route.row_ranges[communicator.rank]), route.heads[communicator.rank], full)
     pending.wait()
     for peer, rows in receives.items():
-        _add_heads(rows, route.heads[peer], whole)
-    return whole.to(tensor.dtype)
+        _add_heads(rows, route.heads[peer], full)
+    return full.to(tensor.dtype)
 
 
 def _not_empty(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -130,15 +130,15 @@ def _heads(tensor: Tensor, heads: Sequence[int]) -> Tensor:
     return tensor[:, :, heads[0] : heads[-1] + 1]
 
 
-def _rows(whole: Tensor, row_ranges: RowRanges) -> Tensor:
+def _rows(full: Tensor, row_ranges: RowRanges) -> Tensor:
     """A rank's rows of the whole, in the rank's order."""
-    return torch.cat([whole[:, start : start + count] for start, _, count in row_ranges] or [whole[:, :0]], dim=1)
+    return torch.cat([full[:, start : start + count] for start, _, count in row_ranges] or [full[:, :0]], dim=1)
 
 
-def _put_rows(rows: Tensor, row_ranges: RowRanges, whole: Tensor) -> None:
+def _put_rows(rows: Tensor, row_ranges: RowRanges, full: Tensor) -> None:
     for start, first, count in row_ranges:
-        whole[:, start : start + count] = rows[:, first : first + count]
+        full[:, start : start + count] = rows[:, first : first + count]
 
 
-def _add_heads(rows: Tensor, heads: Sequence[int], whole: Tensor) -> None:
-    whole[:, :, heads[0] : heads[-1] + 1] += rows
+def _add_heads(rows: Tensor, heads: Sequence[int], full: Tensor) -> None:
+    full[:, :, heads[0] : heads[-1] + 1] += rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 
 class Heartbeats:
@@ -21,15 +21,15 @@ class Heartbeats:
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds
-        self._last: dict[int, bytes] = {}
+        self._last: dict[int, Hashable] = {}
         self._silence: dict[int, float] = {}
 
     def watch(self, ranks: Iterable[int]) -> None:
         """Also watch these ranks from now on."""
         for rank in ranks:
-            self._last.setdefault(rank, b"")
+            self._last.setdefault(rank, None)
 
-    def has_met(self, ranks: Iterable[int]) -> None:
+    def expect(self, ranks: Iterable[int]) -> None:
         """Record that these ranks are alive, so their current states are not an earlier process's."""
         for rank in ranks:
             if rank in self._last:
@@ -40,7 +40,7 @@ class Heartbeats:
         """The ranks whose states :meth:`look` expects."""
         return list(self._last)
 
-    def look(self, states: Mapping[int, bytes], left: Collection[int], seconds: float) -> None:
+    def look(self, states: Mapping[int, Hashable], left: Collection[int], seconds: float) -> None:
         """Process the current states of the watched ranks, ``seconds`` after the previous poll.
 
         The silence of ranks that ``left``, as processes that exit normally do, is no failure.
@@ -49,7 +49,7 @@ class Heartbeats:
             state = states.get(rank, last)
             if rank in left:
                 self._silence.pop(rank, None)
-            elif state != last and last:
+            elif state != last and last is not None:
                 self._silence[rank] = 0.0
             elif rank in self._silence:
                 self._silence[rank] += min(seconds, self._most_seconds)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +13,11 @@ from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.ops.validation import check_size
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.plan.layout import Layout
 
 from .agreement import check_strategy
 from .attend import attend
-from .communicator import whole_world
+from .communicator import world_mesh
 from .sharding import check_layout
 
 # Keywords that an __init__ below does not name are passed on to that of DilatedAttention, which rejects unknown ones.
@@ -66,59 +67,25 @@ class ParallelDilatedAttention(DilatedAttention):
         self.layout: Layout = layout
         self.sequence_length = sequence_length
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        *,
-        query_offset: int = 0,
-        key_offset: int = 0,
-        cu_seqlens: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        heads_first: bool | None = None,
-    ) -> Tensor:
-        """This rank's rows: query ``[B, rows, H, D]``, key and value ``[B, rows, G, D]``; see :func:`attend`."""
-        mesh = whole_world(query.device.type) if self.mesh is None else self.mesh
-        if mesh is None:
-            rows = query.shape[2 if heads_first else 1] if query.dim() == 4 else self.sequence_length
-            if self.sequence_length not in (None, rows):
-                raise ValueError(
-                    f"sequence_length must be the rows of the whole sequence, which one process holds all of: got "
-                    f"{self.sequence_length} and {rows} rows of query; start the program with torchrun and "
-                    "torch.distributed.init_process_group(), or leave sequence_length out"
-                )
-            return super().forward(
-                query,
-                key,
-                value,
-                is_causal,
-                query_offset=query_offset,
-                key_offset=key_offset,
-                cu_seqlens=cu_seqlens,
-                key_padding_mask=key_padding_mask,
-                heads_first=heads_first,
+    def _mesh_for(self, device_type: str) -> DeviceMesh | None:
+        """The ranks that share the sequence of a call on such devices; None in a single process."""
+        return world_mesh(device_type) if self.mesh is None else self.mesh
+
+    def _function_for(self, query: Tensor, heads_first: bool | None) -> Callable[..., Tensor]:
+        """See :func:`attend`: query, key, value and the result are this rank's rows."""
+        mesh = self._mesh_for(query.device.type)
+        if mesh is not None:
+            return functools.partial(
+                attend, mesh=mesh, strategy=self.strategy, layout=self.layout, sequence_length=self.sequence_length
             )
-        return attend(
-            query,
-            key,
-            value,
-            self.pattern,
-            mesh=mesh,
-            strategy=self.strategy,
-            layout=self.layout,
-            sequence_length=self.sequence_length,
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            query_offset=query_offset,
-            key_offset=key_offset,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            heads_first=heads_first,
-            impl=self.impl,
-        )
+        rows = query.shape[2 if heads_first else 1] if query.dim() == 4 else self.sequence_length
+        if self.sequence_length not in (None, rows):
+            raise ValueError(
+                f"sequence_length must be the rows of the whole sequence, which one process holds all of: got "
+                f"{self.sequence_length} and {rows} rows of query; start the program with torchrun and "
+                "torch.distributed.init_process_group(), or leave sequence_length out"
+            )
+        return super()._function_for(query, heads_first)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, strategy={self.strategy!r}, layout={self.layout!r}"
@@ -156,9 +123,8 @@ class RingDilatedAttention(ParallelDilatedAttention):
             check_size("ring_size", ring_size)
         self.ring_size = ring_size
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any) -> Tensor:
-        """See :meth:`ParallelDilatedAttention.forward`."""
-        mesh = whole_world(query.device.type) if self.mesh is None else self.mesh
+    def _mesh_for(self, device_type: str) -> DeviceMesh | None:
+        mesh = super()._mesh_for(device_type)
         num_ranks = 1 if mesh is None else mesh.size()
         if self.ring_size is not None and num_ranks != self.ring_size:
             raise ValueError(
@@ -166,7 +132,7 @@ class RingDilatedAttention(ParallelDilatedAttention):
                 f"{self.ring_size}; start the program with torchrun --nproc-per-node {self.ring_size} and "
                 "torch.distributed.init_process_group(), pass mesh= for another set of ranks, or leave ring_size out"
             )
-        return super().forward(query, key, value, is_causal, **options)
+        return mesh
 
 
 class HybridRingDilatedAttention(ParallelDilatedAttention):
@@ -195,13 +161,13 @@ class HybridRingDilatedAttention(ParallelDilatedAttention):
             raise ValueError(f"mesh must have two dimensions, one for rows and one for heads, got {mesh.ndim}")
         super().__init__(segment_lengths, dilation_rates, dropout, mesh=mesh, strategy="ring", **options)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any) -> Tensor:
-        """See :meth:`ParallelDilatedAttention.forward`."""
-        if self.mesh is None and whole_world(query.device.type) is not None:
+    def _mesh_for(self, device_type: str) -> DeviceMesh | None:
+        mesh = super()._mesh_for(device_type)
+        if self.mesh is None and mesh is not None:
             raise ValueError(
                 "mesh must be given where there are several ranks: init_device_mesh(device, (nodes, ranks of a node))"
             )
-        return super().forward(query, key, value, is_causal, **options)
+        return mesh
 
 
 class HeadParallelDilatedAttention(ParallelDilatedAttention):
@@ -252,14 +218,14 @@ class DistributedDilatedAttention(ParallelDilatedAttention):
         super().__init__(segment_lengths, dilation_rates, dropout, mesh=mesh, strategy=strategy, **options)
         self._is_both = is_both
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any) -> Tensor:
-        """See :meth:`ParallelDilatedAttention.forward`."""
-        if self._is_both and self.mesh is None and whole_world(query.device.type) is not None:
+    def _mesh_for(self, device_type: str) -> DeviceMesh | None:
+        mesh = super()._mesh_for(device_type)
+        if self._is_both and self.mesh is None and mesh is not None:
             raise ValueError(
                 "sequence_parallel and model_parallel together need a mesh of two dimensions where there are several "
                 "ranks: mesh=init_device_mesh(device, (ring, heads))"
             )
-        return super().forward(query, key, value, is_causal, **options)
+        return mesh
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):

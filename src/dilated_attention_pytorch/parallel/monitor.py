@@ -1,7 +1,7 @@
 """What every process shows the others through the store, by a thread that works while the main thread is blocked.
 
 Under its own key a process writes its state twice a second: a beat that changes, its last call and wait in each group,
-and why it makes no further calls. Failures are a list that all read in one order; the first process to write one wins.
+and why it makes no further calls. Failures are appended to one list, which all read in the same order.
 """
 
 from __future__ import annotations
@@ -38,16 +38,8 @@ KNOWN_SECONDS = 2.5 * POLL_SECONDS
 """Seconds after which all live processes know of a failure."""
 WATCHED = 8
 """Number of group members whose state each member watches."""
-_MOST_FAILURES = 64
-_MOST_COMPLAINTS = 16
-_MOST_BYTES = 1 << 24
-_MOST_NUMBER = 1 << 62
-_SHOWN = 40
 _PREFIX = "dilated_attention_pytorch"
-
-
-class UnreadableValueError(ValueError):
-    """A value in the store that this package did not write."""
+_FAILURES = f"{_PREFIX}/failures"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +70,21 @@ class State:
     """Whether the process or its process group has ended."""
     groups: Mapping[str, InGroup] = field(default_factory=dict)
 
+    @property
+    def heartbeat(self) -> tuple[str, int]:
+        """Changes with every state that the process writes."""
+        return self.life, self.beat
+
     def waits_outside(self, group: str) -> str:
         """Descriptions of its waits in other groups."""
         return "; ".join(one.waits for name, one in self.groups.items() if name != group and one.waits)
+
+    @classmethod
+    def read(cls, value: bytes) -> State:
+        """Parse a state."""
+        values = json.loads(value)
+        groups = {name: InGroup(**one) for name, one in values.pop("groups").items()}
+        return cls(**values, groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +94,8 @@ class Failure:
     cause: str
     silent: tuple[int, ...] = ()
     """Ranks without a sign of life for the timeout; every wait for them fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownFailure:
-    """A failure and the time at which this process learned of it."""
-
-    failure: Failure
-    at: float
+    at: float = field(default=0.0, compare=False)
+    """Time, on this process's clock, at which it learned of the failure."""
 
 
 class Monitor:
@@ -131,10 +129,8 @@ class Monitor:
         """Why this process makes no further calls, while that is so."""
         self.got_sigterm = False
         """Whether SIGTERM came while this process waited."""
-        self.failures: list[KnownFailure] = []
+        self.failures: list[Failure] = []
         """Published failures, in the same order on all processes."""
-        self.unreadable: dict[str, str] = {}
-        """Values in the store that are not of this package, by key."""
         self._store = store.clone()  # type: ignore[attr-defined]
         # A get of a key that was just deleted would block.
         self._store.set_timeout(timedelta(seconds=SILENT_SECONDS))
@@ -145,7 +141,6 @@ class Monitor:
         self._earlier_lives: set[str] = set()
         self._heartbeats = Heartbeats(2 * POLL_SECONDS)
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._num_read = 0  # failures read, including unreadable ones
         self._num_handled = 0
         self._is_connected = True
         self._began: float | None = None  # when the request began that the thread makes now
@@ -177,35 +172,31 @@ class Monitor:
         """
         own_index = ranks.index(self.rank)
 
-        def show() -> bool:
+        def show() -> None:
             self._groups[group] = about
             self._heartbeats.watch([*ranks[own_index + 1 :], *ranks[:own_index]][:WATCHED])
             self._write_state()
-            return True
 
         self._ask(show)
 
-    def has_met(self, ranks: Sequence[int]) -> None:
+    def expect(self, ranks: Sequence[int]) -> None:
         """Record that these processes took part in a call; their silence counts from now on."""
-        self._requests.put(lambda: self._heartbeats.has_met(ranks))
+        self._requests.put(lambda: self._heartbeats.expect(ranks))
 
     def states(self, ranks: Sequence[int]) -> dict[int, State] | None:
         """The latest states of those ``ranks`` that ever wrote one; None if the store does not respond."""
-        found = self._ask(lambda: self._read_states(ranks))
-        if found is None:
+        states = self._ask(lambda: self._read_states(ranks))
+        if states is None:
             return None
-        return {rank: state for rank, state in found.items() if state.life not in self._earlier_lives}
+        return {rank: state for rank, state in states.items() if state.life not in self._earlier_lives}
 
     def calls(self, group: str, ranks: Sequence[int]) -> dict[int, dict[str, str]] | None:
         """The last calls of ``ranks`` in a group; None if the store does not respond or lacks one of them."""
 
-        def read() -> dict[int, dict[str, str]]:
-            values = self._read({_call_key(group, rank): rank for rank in ranks})
-            found = {rank: self._parsed(_call_key(group, rank), read_call, value) for rank, value in values}
-            return {rank: call for rank, call in found.items() if call is not None}
-
-        calls = self._ask(read)
-        return calls if calls is not None and len(calls) == len(ranks) else None
+        calls = self._ask(lambda: self._values({rank: _call_key(group, rank) for rank in ranks}))
+        if calls is None or len(calls) < len(ranks):
+            return None
+        return {rank: json.loads(call) for rank, call in calls.items()}
 
     def publish(self, failure: Failure) -> None:
         """Add to the :attr:`failures` of all processes."""
@@ -219,14 +210,12 @@ class Monitor:
         """Description of this process's wait in a call of this package; empty if there is none."""
         return "; ".join(filter(None, (about()[0].waits for about in list(self._groups.values()))))
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether SIGTERM is deferred until this rank has reported its wait."""
-        return self._is_watching
-
     @contextlib.contextmanager
     def watching(self, report: Callable[[], None]) -> Iterator[None]:
-        """Context in which SIGTERM, if it has the default handler, ends the process only after ``report`` ran."""
+        """Context in which SIGTERM, if it has the default handler, ends the process only after ``report`` ran.
+
+        A context within another one leaves the report to the outer one.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or self._is_watching or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
@@ -257,9 +246,9 @@ class Monitor:
         self._is_ending.set()
         self._wake()
         self._thread.join(timeout=SILENT_SECONDS)
-        for known in self.failures[self._num_handled :]:
-            if known.failure.silent and not self.reason:
-                self._print(known.failure.cause)
+        for failure in self.failures[self._num_handled :]:
+            if failure.silent and not self.reason:
+                self._print(failure.cause)
         atexit.unregister(self.stop)
 
     def _run(self) -> None:
@@ -319,13 +308,13 @@ class Monitor:
     def _interrupt(self) -> None:
         """Interrupt the waits for silent ranks, once the others had time to learn of them: this process may host the
         store, and exits now."""
-        known = self.failures[self._num_handled :]
-        if known and time.monotonic() - known[0].at >= KNOWN_SECONDS:
+        failures = self.failures[self._num_handled :]
+        if failures and time.monotonic() - failures[0].at >= KNOWN_SECONDS:
             self._num_handled += 1
-            if known[0].failure.silent:
+            if failures[0].silent:
                 if not self.waits():
                     # A wait in the program's own collective ends with an error that names no rank.
-                    self._print(known[0].failure.cause)
+                    self._print(failures[0].cause)
                 self._break_off()
 
     def _print(self, cause: str) -> None:
@@ -335,14 +324,10 @@ class Monitor:
         """Write this process's state, and read failures and the watched states, ``seconds`` after the last time."""
         self._write_state()
         self._read_failures()
-        values = dict(self._read({_state_key(rank): rank for rank in self._heartbeats.watched}))
-        left = {
-            rank
-            for rank, value in values.items()
-            if (state := self._parsed(_state_key(rank), read_state, value)) and state.has_left
-        }
-        self._heartbeats.look(values, left, seconds)
-        named = {rank for known in self.failures for rank in known.failure.silent}
+        states = self._read_states(self._heartbeats.watched)
+        left = {rank for rank, state in states.items() if state.has_left}
+        self._heartbeats.look({rank: state.heartbeat for rank, state in states.items()}, left, seconds)
+        named = {rank for failure in self.failures for rank in failure.silent}
         if any(rank not in named for rank in self._heartbeats.silent(self.timeout)):
             # Together with ranks that fell silent at the same time, such as the others on its host.
             silent = self._heartbeats.silent(self.timeout - 2 * POLL_SECONDS)
@@ -362,50 +347,24 @@ class Monitor:
         self._store.set(_state_key(self.rank), json.dumps(asdict(state)))
 
     def _read_states(self, ranks: Sequence[int]) -> dict[int, State]:
-        values = self._read({_state_key(rank): rank for rank in ranks})
-        found = {rank: self._parsed(_state_key(rank), read_state, value) for rank, value in values}
-        return {rank: state for rank, state in found.items() if state is not None}
+        values = self._values({rank: _state_key(rank) for rank in ranks})
+        return {rank: State.read(value) for rank, value in values.items()}
 
-    def _read_failures(self) -> bool:
-        for _ in range(_MOST_FAILURES):
-            key = _failure_key(self._num_read + 1)
-            if not self._store.check([key]):
-                break
-            self._num_read += 1
-            failure = self._parsed(key, read_failure, self._store.get(key))
-            if failure is not None:
-                self.failures.append(KnownFailure(failure, time.monotonic()))
-        return True
+    def _read_failures(self) -> None:
+        if self._store.check([_FAILURES]):
+            for line in self._store.get(_FAILURES).splitlines()[len(self.failures) :]:
+                cause, silent = json.loads(line)
+                self.failures.append(Failure(cause, tuple(silent), time.monotonic()))
 
-    def _publish(self, failure: Failure) -> bool:
-        value = json.dumps(asdict(failure))
-        for _ in range(_MOST_FAILURES):
-            self._read_failures()
-            # The first process to write wins.
-            if self._store.compare_set(_failure_key(self._num_read + 1), "", value) == value.encode():
-                break
-        return self._read_failures()
+    def _publish(self, failure: Failure) -> None:
+        self._store.append(_FAILURES, json.dumps([failure.cause, failure.silent]) + "\n")
+        self._read_failures()
 
-    def _read(self, ranks: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """The values of the keys that exist, by rank."""
-        keys = list(ranks)
-        if keys and not self._store.check(keys):
-            keys = [key for key in keys if self._store.check([key])]
-        return (
-            [(ranks[key], value) for key, value in zip(keys, self._store.multi_get(keys), strict=True)] if keys else []
-        )
-
-    def _parsed(self, key: str, read: Callable[[bytes], _Result], value: bytes) -> _Result | None:
-        """``read(value)``. An unreadable value is reported once and skipped."""
-        try:
-            found = read(value)
-        except UnreadableValueError as error:
-            if key not in self.unreadable and len(self.unreadable) < _MOST_COMPLAINTS:
-                self._print(f"ignoring {key!r} in the store, which this package did not write: {error}")
-            self.unreadable[key] = str(error)
-            return None
-        self.unreadable.pop(key, None)
-        return found
+    def _values(self, keys: Mapping[int, str]) -> dict[int, bytes]:
+        """By rank, the values of those keys that exist."""
+        if not self._store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
 
 
 def no_answer(silent: Sequence[int]) -> str:
@@ -422,69 +381,8 @@ def names(ranks: Sequence[int]) -> str:
     return f"rank {listed}" if len(ranks) == 1 else f"each of the ranks {listed}"
 
 
-def read_state(value: bytes) -> State:
-    """Parse a state.
-
-    Raises:
-        UnreadableValueError: the value has another format; the other functions here raise it too.
-    """
-    values = _read_object(value)
-    groups = values.pop("groups", None)
-    is_state = isinstance(groups, dict) and _has_types(values, State(), without="groups")
-    if not is_state or not all(isinstance(one, dict) and _has_types(one, InGroup()) for one in groups.values()):
-        raise UnreadableValueError(f"expected the state of a rank, got {_shown(value)}")
-    return State(**values, groups={name: InGroup(**one) for name, one in groups.items()})
-
-
-def read_failure(value: bytes) -> Failure:
-    """Parse a failure."""
-    values = _read_object(value)
-    cause, silent = values.get("cause"), values.get("silent")
-    if not isinstance(cause, str) or not cause or not isinstance(silent, list) or len(values) != 2:
-        raise UnreadableValueError(f"expected the failure of a rank, got {_shown(value)}")
-    if any(type(rank) is not int or rank < 0 for rank in silent):
-        raise UnreadableValueError(f"expected numbers of ranks, got {_shown(value)}")
-    return Failure(cause, tuple(silent))
-
-
-def read_call(value: bytes) -> dict[str, str]:
-    """Parse a call's arguments by name."""
-    values = _read_object(value)
-    if any(not isinstance(argument, str) for argument in values.values()):
-        raise UnreadableValueError(f"expected the arguments of a call, got {_shown(value)}")
-    return values
-
-
-def _has_types(values: Mapping[str, Any], like: State | InGroup, without: str = "") -> bool:
-    """Whether the values have the names and types of a dataclass, and no number is negative or huge."""
-    kinds = {name: type(value) for name, value in asdict(like).items() if name != without}
-    return {name: type(value) for name, value in values.items()} == kinds and all(
-        0 <= value < _MOST_NUMBER for value in values.values() if type(value) is int
-    )
-
-
-def _read_object(value: bytes) -> dict[str, Any]:
-    if len(value) > _MOST_BYTES:
-        raise UnreadableValueError(f"expected at most {_MOST_BYTES:,} bytes, got {_shown(value)}")
-    try:
-        values = json.loads(value.decode())
-    except (ValueError, RecursionError) as error:
-        raise UnreadableValueError(f"expected JSON, got {_shown(value)}") from error
-    if not isinstance(values, dict):
-        raise UnreadableValueError(f"expected an object of JSON, got {_shown(value)}")
-    return values
-
-
-def _shown(value: bytes) -> str:
-    return f"{value[:_SHOWN]!r}{'' if len(value) <= _SHOWN else f' ... ({len(value):,} bytes)'}"
-
-
 def _state_key(rank: int) -> str:
     return f"{_PREFIX}/state/{rank}"
-
-
-def _failure_key(number: int) -> str:
-    return f"{_PREFIX}/failures/{number}"
 
 
 def _call_key(group: str, rank: int) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention_pytorch.planning.exchange import Exchange, exchange, neighbours
-from dilated_attention_pytorch.planning.layout import Shards
-from dilated_attention_pytorch.planning.shards import Block, ShardedCall
+from dilated_attention_pytorch.plan.exchange import Exchange, exchange, neighbours
+from dilated_attention_pytorch.plan.layout import Shards
+from dilated_attention_pytorch.plan.shards import Block, ShardedCall
 
 from .communicator import Communicator, Pending
 from .shipment import add_gradients, message_length, pack, unpack
@@ -45,14 +45,14 @@ def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_RingStep, ...]
     """
     size = len(shards)
     sources, targets = neighbours(call, shards, rank)
-    found = []
-    for distance in sorted({(rank - one) % size for one in sources} | {(one - rank) % size for one in targets}):
+    ring_steps = []
+    for distance in sorted({(rank - peer) % size for peer in sources} | {(peer - rank) % size for peer in targets}):
         source, target = (rank - distance) % size, (rank + distance) % size
         wanted = exchange(call, shards[source], shards[rank]) if source in sources else _NOTHING
         served = exchange(call, shards[rank], shards[target]).blocks if target in targets else ()
         if wanted.blocks or served:
-            found.append(_RingStep(distance, source, wanted, target, served))
-    return tuple(found)
+            ring_steps.append(_RingStep(distance, source, wanted, target, served))
+    return tuple(ring_steps)
 
 
 class Ring:
@@ -146,8 +146,7 @@ class Ring:
         if message is None:
             return None
         slab, step = self._slab, self._steps[index]
-        batch, _, _, head_dim = slab.key.shape
-        keys = unpack(message, step.wanted.blocks, batch, head_dim, is_padded=slab.is_ignored is not None)
+        keys = unpack(message, step.wanted.blocks, slab.key, is_padded=slab.is_ignored is not None)
         return SeenKeys(self._shards[step.source], step.wanted, keys)
 
     @staticmethod
@@ -162,5 +161,5 @@ class Ring:
             add_gradients(message, step.served, grad_key, grad_value)
 
     def _empty(self, blocks: Sequence[Block], *, is_padded: bool) -> Tensor:
-        batch, _, _, head_dim = self._slab.key.shape
-        return self._slab.key.new_empty(message_length(blocks, batch, head_dim, is_padded=is_padded))
+        key = self._slab.key
+        return key.new_empty(message_length(blocks, key, is_padded=is_padded))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +15,7 @@ from dilated_attention_pytorch.selection import (
     SegmentSelectionConfig,
 )
 
-from .communicator import Communicator, communicator_of, whole_world
+from .communicator import communicator_of, world_mesh
 from .failure import RankFailure, disagreement
 
 
@@ -55,14 +53,15 @@ def agreed_selector(
     """
     own = DynamicSegmentSelector(config, hardware=hardware, profile=profile)
     device_type = _kind(hardware, mesh)
-    mesh = whole_world(device_type) if mesh is None else mesh
+    mesh = world_mesh(device_type) if mesh is None else mesh
     if mesh is None:
         return own
     record, rates = own.machine(torch.device(device_type))
     said = {"the kind of device": record.kind}
     said |= {f"SegmentSelectionConfig.{name}": str(value) for name, value in dataclasses.asdict(own.config).items()}
     for communicator in (communicator_of(mesh, dim) for dim in range(mesh.ndim)):
-        ranks = _all_say(communicator, json.dumps([said, dataclasses.asdict(record), _as_lists(rates)]))
+        number = communicator.agree({"call": "agreed_selector"})
+        ranks = communicator.all_gather_json([said, dataclasses.asdict(record), _as_lists(rates)], tag=number)
         if any(policy != said for policy, _, _ in ranks):
             raise RankFailure(disagreement([0] * len(ranks), [policy for policy, _, _ in ranks], communicator.ranks))
         _, first, lists = ranks[0]
@@ -79,18 +78,6 @@ def _kind(hardware: Hardware | None, mesh: DeviceMesh | None) -> str:
     if mesh is not None:
         return mesh.device_type
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _all_say(communicator: Communicator, text: str) -> list[Any]:
-    """The JSON values of every rank of an axis, in the order of the axis."""
-    number = communicator.agree({"call": "agreed_selector"})
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(communicator.device)
-    length = torch.tensor([len(encoded)], dtype=torch.int64, device=communicator.device)
-    lengths = communicator.all_gather(length, tag=number).view(-1).tolist()
-    padded = encoded.new_zeros(max(lengths))
-    padded[: len(encoded)] = encoded
-    rows = communicator.all_gather(padded, tag=number).cpu()
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _as_lists(profile: Profile) -> list[tuple[str, bool, tuple[float, ...]]]:

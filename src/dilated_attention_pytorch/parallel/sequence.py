@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.planning.layout import Shards
+from dilated_attention_pytorch.plan.layout import Shards
 from dilated_attention_pytorch.precision import without_autocast
 
 from .communicator import Communicator

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from dilated_attention_pytorch.ops.validation import documents_of
-from dilated_attention_pytorch.planning.layout import Layout, Run, shard_runs
+from dilated_attention_pytorch.ops.validation import check_size, documents_of
+from dilated_attention_pytorch.plan.layout import Layout, Run, shard_runs
 
 from .communicator import Communicator, communicator_of
 from .first_derivative import first_derivative, refuse_other_derivatives
@@ -130,7 +130,7 @@ def positions(
         TypeError, ValueError: see :func:`shard`; or boundaries that do not run from 0 to ``sequence_length``.
     """
     ranks = ranks_of(mesh)
-    check_length("sequence_length", sequence_length)
+    check_size("sequence_length", sequence_length, least=0)
     documents = documents_of(cu_seqlens, sequence_length)
     rows = torch.arange(sequence_length, device=device) if documents else None
     if rows is not None and documents is not None:
@@ -225,13 +225,13 @@ class _Unshard(torch.autograd.Function):
             if communicator is not None:
                 padded = communicator.all_gather(padded, tag=2 * number)
         gathered = padded.reshape(len(all_runs), largest, *rows.shape[1:])
-        whole = rows.new_empty(total, *rows.shape[1:])
+        full = rows.new_empty(total, *rows.shape[1:])
         for part, runs in zip(gathered, all_runs, strict=True):
             row = 0
             for start, stop in runs:
-                whole[start:stop] = part[row : row + stop - start]
+                full[start:stop] = part[row : row + stop - start]
                 row += stop - start
-        return whole.movedim(0, dim)
+        return full.movedim(0, dim)
 
     @staticmethod
     @first_derivative
@@ -252,14 +252,6 @@ def _check_dim(tensor: Tensor, dim: int) -> None:
         raise ValueError(f"dim must be a dimension of the tensor, -{tensor.dim()} to {tensor.dim() - 1}, got {dim!r}")
 
 
-def check_length(name: str, length: int) -> None:
-    """Raise unless ``length`` is a non-negative integer."""
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"{name} must be an integer, got {length!r} of type {type(length).__name__}")
-    if length < 0:
-        raise ValueError(f"{name} must be a number of rows, at least 0, got {length}")
-
-
 def num_rows_of(held: int, sequence_length: int | None, ranks: Ranks, layout: Layout, name: str) -> int:
     """Number of rows of the whole sequence.
 
@@ -268,7 +260,7 @@ def num_rows_of(held: int, sequence_length: int | None, ranks: Ranks, layout: La
     """
     if sequence_length is None:
         return held * ranks.size
-    check_length("sequence_length" if name != "key" else "key_sequence_length", sequence_length)
+    check_size("sequence_length" if name != "key" else "key_sequence_length", sequence_length, least=0)
     expected = sum(stop - start for start, stop in ranks.runs(sequence_length, layout, ranks.coordinates))
     if held != expected:
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dilated_attention_pytorch.ops.remote import RemoteKeys, block_view
-from dilated_attention_pytorch.planning.shards import Block
+from dilated_attention_pytorch.plan.shards import Block
 
 
 def num_rows(blocks: Sequence[Block]) -> int:
@@ -16,9 +16,12 @@ def num_rows(blocks: Sequence[Block]) -> int:
     return sum(block.count * block.num_heads for block in blocks)
 
 
-def message_length(blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool) -> int:
-    """Number of elements of the message: key and value of every row, and its padding flag if there is a mask."""
-    return num_rows(blocks) * batch_size * (2 * head_dim + is_padded)
+def message_length(blocks: Sequence[Block], key: Tensor, *, is_padded: bool) -> int:
+    """Number of elements of the message: key and value of every row, and its padding flag if there is a mask.
+
+    ``key [B, rows, G, D]`` gives batch size and head dimension.
+    """
+    return num_rows(blocks) * key.shape[0] * (2 * key.shape[3] + is_padded)
 
 
 def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor | None) -> Tensor:
@@ -26,7 +29,7 @@ def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor
     tensors = [key, value]
     if is_ignored is not None:
         tensors.append(is_ignored.unsqueeze(-1).expand(-1, -1, key.shape[2]))
-    length = message_length(blocks, key.shape[0], key.shape[3], is_padded=is_ignored is not None)
+    length = message_length(blocks, key, is_padded=is_ignored is not None)
     message = key.new_empty(length)
     offset = 0
     for tensor in tensors:
@@ -37,10 +40,9 @@ def pack(blocks: Sequence[Block], key: Tensor, value: Tensor, is_ignored: Tensor
     return message
 
 
-def unpack(
-    message: Tensor, blocks: Sequence[Block], batch_size: int, head_dim: int, *, is_padded: bool
-) -> list[RemoteKeys]:
-    """The rows of every block as views of a message that :func:`pack` made; stored head-major."""
+def unpack(message: Tensor, blocks: Sequence[Block], key: Tensor, *, is_padded: bool) -> list[RemoteKeys]:
+    """The rows of every block as views of a message that :func:`pack` made of such a ``key``; stored head-major."""
+    batch_size, _, _, head_dim = key.shape
     offset = 0
 
     def take(block: Block, *more: int) -> Tensor:
@@ -58,9 +60,7 @@ def unpack(
 
 def add_gradients(message: Tensor, blocks: Sequence[Block], grad_key: Tensor, grad_value: Tensor) -> None:
     """Add a message of gradients in the layout of :func:`pack` to the ``[B, rows, G, D]`` gradients of its rows."""
-    for block, keys in zip(
-        blocks, unpack(message, blocks, grad_key.shape[0], grad_key.shape[3], is_padded=False), strict=True
-    ):
+    for block, keys in zip(blocks, unpack(message, blocks, grad_key, is_padded=False), strict=True):
         for gradient, part in ((grad_key, keys.key), (grad_value, keys.value)):
             view = block_view(gradient, block)
             view += part

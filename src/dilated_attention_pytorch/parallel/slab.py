@@ -29,9 +29,9 @@ from dilated_attention_pytorch.ops.remote import (
 from dilated_attention_pytorch.ops.run import as_rows
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
-from dilated_attention_pytorch.planning.exchange import Exchange, SlabPair, exchange
-from dilated_attention_pytorch.planning.layout import Run
-from dilated_attention_pytorch.planning.shards import Rectangle, ShardedCall, ShardPart, shard_parts
+from dilated_attention_pytorch.plan.exchange import Exchange, SlabPair, exchange
+from dilated_attention_pytorch.plan.layout import Run
+from dilated_attention_pytorch.plan.shards import Rectangle, ShardedCall, ShardPart, shard_parts
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shipment import message_length, unpack
@@ -213,11 +213,10 @@ class Slab:
 
         In the layout of :func:`pack` and in the accumulation dtype.
         """
-        batch, _, _, head_dim = self.key.shape
         blocks = seen_keys.seen.blocks
-        length = message_length(blocks, batch, head_dim, is_padded=False)
+        length = message_length(blocks, self.key, is_padded=False)
         message = torch.zeros(length, dtype=self.dtype, device=self.key.device)
-        self._add_gradients(seen_keys, state, grad_query, unpack(message, blocks, batch, head_dim, is_padded=False))
+        self._add_gradients(seen_keys, state, grad_query, unpack(message, blocks, self.key, is_padded=False))
         return message
 
     def add_own_gradients(self, state: Backward, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from dilated_attention_pytorch.ops.remote import RemoteKeys
-from dilated_attention_pytorch.planning.exchange import SlabPair
-from dilated_attention_pytorch.planning.shards import Block
+from dilated_attention_pytorch.plan.exchange import SlabPair
+from dilated_attention_pytorch.plan.shards import Block
 
 
 def keys_of_slab(

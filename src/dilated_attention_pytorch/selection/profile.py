@@ -173,14 +173,14 @@ def read_record(file: Path, form: str, hardware: Hardware) -> dict[str, Any] | N
     except json.JSONDecodeError as error:
         raise ValueError(f"is damaged: it is not JSON ({error})") from error
     if not isinstance(values, dict) or values.get("format") != form:
-        found = values.get("format") if isinstance(values, dict) else type(values).__name__
-        raise ValueError(f"is of another format: expected {form!r}, got {found!r}")
+        stored_form = values.get("format") if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"is of another format: expected {form!r}, got {stored_form!r}")
     machine = values.get("machine")
-    found = machine if isinstance(machine, dict) else {}
+    stored = machine if isinstance(machine, dict) else {}
     different = [
-        f"{name} {found.get(name)!r} is not {value!r}"
+        f"{name} {stored.get(name)!r} is not {value!r}"
         for name, value in identity(hardware).items()
-        if found.get(name) != value
+        if stored.get(name) != value
     ]
     if different:
         raise ValueError(f"was measured on another machine or version: {', '.join(different)}")

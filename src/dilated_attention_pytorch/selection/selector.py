@@ -206,8 +206,8 @@ def coverage(pattern: Pattern, workload: Workload) -> float:
     length, heads = workload.sequence_length, workload.num_kv_heads
     best = 0.0
     for group in pattern.groups:
-        whole, tail = divmod(length, min(group.segment_length, length))
-        reach = (whole * min(group.segment_length, length) ** 2 + tail**2) / length**2
+        full, tail = divmod(length, min(group.segment_length, length))
+        reach = (full * min(group.segment_length, length) ** 2 + tail**2) / length**2
         offsets = {group.offset(head, heads) for head in range(heads)}
         best = max(best, len(offsets) / group.dilation_rate * reach)
     return best
@@ -223,21 +223,21 @@ def diversity(pattern: Pattern, workload: Workload, config: SegmentSelectionConf
         return min(segment_length, workload.sequence_length).bit_length()
 
     octaves = octave(config.max_segment_size) - octave(config.min_segment_size) + 1
-    found = {octave(group.segment_length) for group in pattern.groups}
-    return min(1.0, len(found) / min(octaves, config.max_num_segments))
+    covered = {octave(group.segment_length) for group in pattern.groups}
+    return min(1.0, len(covered) / min(octaves, config.max_num_segments))
 
 
 @functools.lru_cache(maxsize=512)
 def _choose(config: SegmentSelectionConfig, workload: Workload, hardware: Hardware, profile: Profile) -> Choice:
-    found = [
+    estimates = [
         estimate(pattern, workload, hardware, profile, config)
         for pattern in candidates(config, workload, hardware.tile_rows)
     ]
     budget = config.memory_budget(hardware.free_bytes)
     seconds = float("inf") if config.time_budget_ms is None else config.time_budget_ms / 1e3
-    fitting = tuple(one for one in found if one.bytes.total <= budget and one.seconds <= seconds)
+    fitting = tuple(one for one in estimates if one.bytes.total <= budget and one.seconds <= seconds)
     if not fitting:
-        raise ValueError(_nothing_fits(config, workload, hardware, found, budget))
+        raise ValueError(_nothing_fits(config, workload, hardware, estimates, budget))
     fastest = min(one.seconds for one in fitting)
     weights = (config.coverage_weight, config.diversity_weight, config.efficiency_weight)
 
@@ -251,7 +251,7 @@ def _choose(config: SegmentSelectionConfig, workload: Workload, hardware: Hardwa
     else:
         best = min(fitting, key=lambda one: (-score_of(one), *_by_time(one)))
     is_measured = profile.rates_of(workload) is not None
-    return Choice(best, fastest / best.seconds, score_of(best), budget, is_measured, fitting, len(found))
+    return Choice(best, fastest / best.seconds, score_of(best), budget, is_measured, fitting, len(estimates))
 
 
 def _by_time(one: Estimate) -> tuple[float, int]:
@@ -259,9 +259,9 @@ def _by_time(one: Estimate) -> tuple[float, int]:
 
 
 def _nothing_fits(
-    config: SegmentSelectionConfig, workload: Workload, hardware: Hardware, found: list[Estimate], budget: int
+    config: SegmentSelectionConfig, workload: Workload, hardware: Hardware, estimates: list[Estimate], budget: int
 ) -> str:
-    least = min(found, key=lambda one: one.bytes.total).bytes
+    least = min(estimates, key=lambda one: one.bytes.total).bytes
     if least.total > budget:
         return (
             f"no segments fit the memory budget: attention over {workload} takes up to {least.total / 2**30:.3f} GiB "
@@ -271,11 +271,11 @@ def _nothing_fits(
             "sequence or the batch, or relax the two"
         )
     assert config.time_budget_ms is not None
-    shortest = min(one.seconds for one in found if one.bytes.total <= budget)
+    shortest = min(one.seconds for one in estimates if one.bytes.total <= budget)
     return (
-        f"no segments fit the time budget: the fastest of {len(found)} candidates takes {shortest * 1e3:.3g} ms for "
-        f"attention over {workload}, got time_budget_ms {config.time_budget_ms:g}; raise it, lower min_segment_size "
-        f"{config.min_segment_size}, or shorten the sequence or the batch"
+        f"no segments fit the time budget: the fastest of {len(estimates)} candidates takes {shortest * 1e3:.3g} ms "
+        f"for attention over {workload}, got time_budget_ms {config.time_budget_ms:g}; raise it, lower "
+        f"min_segment_size {config.min_segment_size}, or shorten the sequence or the batch"
     )
 
 
@@ -296,7 +296,7 @@ def candidates(config: SegmentSelectionConfig, workload: Workload, tile_rows: in
     >>> [pattern.segment_lengths for pattern in candidates(SegmentSelectionConfig(), workload, 128)][:3]
     [(512,), (512, 1024), (512, 768)]
     """
-    found = {
+    sizes = {
         (lengths, rates): None
         for family in _families(config, workload.sequence_length, tile_rows)
         for lengths in (family[:count] for count in range(1, len(family) + 1))
@@ -306,7 +306,7 @@ def candidates(config: SegmentSelectionConfig, workload: Workload, tile_rows: in
         DilatedPattern(
             lengths, rates, offset_rule=workload.offset_rule, tail=workload.tail, segment_shift=workload.segment_shift
         )
-        for lengths, rates in found
+        for lengths, rates in sizes
     )
 
 

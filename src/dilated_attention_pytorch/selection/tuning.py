@@ -84,7 +84,7 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
     """
     shapes, num_patterns, shortest = (_SHAPES[:6], 3, (32,)) if is_dry else (_SHAPES, _PATTERNS, _SHORTEST)
     scale = 1 / 16 if is_dry else 1 if hardware.kind == "cpu" else _LONGER_ON_A_GPU
-    found = []
+    ordered = []
     for dtype, is_training in itertools.product(dtypes, (False, True)):
         for index, (length, batch, heads, kv_heads, width, causal) in enumerate(shapes):
             workload = Workload(
@@ -105,8 +105,8 @@ def cases(dtypes: Sequence[torch.dtype], hardware: Hardware, *, is_dry: bool = F
             drawn = random.Random(index).sample(near, min(num_patterns, len(near)))
             for number, pattern in enumerate(drawn):
                 is_later = (index >= _SHAPES_FIRST) + (number >= _PATTERNS_FIRST)
-                found.append(((is_later, index), Timing(workload, pattern)))
-    return [timing for _, timing in sorted(found, key=lambda entry: entry[0])]
+                ordered.append(((is_later, index), Timing(workload, pattern)))
+    return [timing for _, timing in sorted(ordered, key=lambda entry: entry[0])]
 
 
 def measure(
@@ -183,7 +183,7 @@ def fit_rates(timings: Iterable[Timing], hardware: Hardware) -> list[Rates]:
         if timing.samples:
             shapes = by_mode.setdefault((timing.workload.dtype_name, timing.workload.is_training), {})
             shapes.setdefault(timing.workload, []).append(timing)
-    found = []
+    fits = []
     for (dtype, is_training), shapes in by_mode.items():
         enough = [shape for shape in shapes.values() if len(shape) >= _LEAST_PATTERNS]
         if len(enough) < _LEAST_SHAPES:
@@ -196,8 +196,8 @@ def fit_rates(timings: Iterable[Timing], hardware: Hardware) -> list[Rates]:
         fitted = _accuracy(held_out, lambda workload, seconds=seconds: seconds)  # type: ignore[misc]
         formula = _accuracy(held_out, lambda workload: nominal_rates(workload, hardware))
         samples = sum(len(timing.samples) for shape in enough for timing in shape)
-        found.append(Rates(dtype, is_training, seconds, samples, fitted, formula))
-    return found
+        fits.append(Rates(dtype, is_training, seconds, samples, fitted, formula))
+    return fits
 
 
 def _accuracy(shapes: Sequence[Sequence[Timing]], rates_of: Callable[[Workload], Sequence[float]]) -> Accuracy:

@@ -1,7 +1,43 @@
-"""Whole slides from files of tile features to files of embeddings."""
+"""Whole slides: the slide encoder, and embedding of files of tile features."""
 
-from .embedding import Embedder, Outcome
-from .files import Slide, read_slide
-from .settings import EmbedSettings
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["EmbedSettings", "Embedder", "Outcome", "Slide", "read_slide"]
+from .checkpoint import load_slide_encoder
+from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides, released_segment_lengths
+from .grid import tile_grid
+
+if TYPE_CHECKING:
+    from .embedding import Embedder, Outcome
+    from .files import Slide, read_slide
+    from .settings import EmbedSettings
+
+__all__ = [
+    "EmbedSettings",
+    "Embedder",
+    "Outcome",
+    "Slide",
+    "SlideEmbeddings",
+    "SlideEncoder",
+    "SlideEncoderConfig",
+    "load_slide_encoder",
+    "pack_slides",
+    "read_slide",
+    "released_segment_lengths",
+    "tile_grid",
+]
+
+# The import of the package registers the encoder for saved programs; what reads files is imported on first use.
+_ON_FIRST_USE = {
+    "EmbedSettings": "settings",
+    "Embedder": "embedding",
+    "Outcome": "embedding",
+    "Slide": "files",
+    "read_slide": "files",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)

@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.errors import RunError, first_line, shortened
 from dilated_attention_pytorch.memory import check_memory, in_bytes
-from dilated_attention_pytorch.models.tensor_file import (
-    FLOATS,
-    UnsafeFileError,
-    check_dense,
-    first_line,
-    load_tensors,
-    shortened,
-)
+
+from .tensor_file import FLOATS, UnsafeFileError, check_dense, load_tensors
 
 HDF5 = (".h5", ".hdf5")
 SUFFIXES = (*HDF5, ".pt", ".npz")
@@ -89,26 +83,26 @@ def _read_hdf5(path: Path, width: int | None) -> Content:
 
     try:
         with h5py.File(path, "r") as file:
-            found = {}
+            datasets = {}
             for name, names in NAMES.items():
-                there = [one for one in names if one in file]
-                if there and not isinstance(file.get(there[0], getlink=True), h5py.HardLink):
-                    raise RunError(f"its {there[0]} are a link, to another place or file; copy them in")
-                if there and isinstance(file[there[0]], h5py.Dataset):
-                    found[name] = file[there[0]]
-            if len(found) < len(NAMES):
-                raise RunError(_without([name for name in NAMES if name not in found], list(file)))
-            features, coordinates = found[FEATURES], found[COORDINATES]
-            for name, dataset in found.items():
+                present = [known for known in names if known in file]
+                if present and not isinstance(file.get(present[0], getlink=True), h5py.HardLink):
+                    raise RunError(f"its {present[0]} are a link, to another place or file; copy them in")
+                if present and isinstance(file[present[0]], h5py.Dataset):
+                    datasets[name] = file[present[0]]
+            if len(datasets) < len(NAMES):
+                raise RunError(_without([name for name in NAMES if name not in datasets], list(file)))
+            features, coordinates = datasets[FEATURES], datasets[COORDINATES]
+            for name, dataset in datasets.items():
                 _check_kind(name, dataset.dtype)
             _check_shapes(features.shape, coordinates.shape, width)
-            for name, dataset in found.items():
+            for name, dataset in datasets.items():
                 _check_stored(name, dataset)
             attributes: dict[str, Any] = {}
             for holder in (file, features, coordinates):
                 attributes |= {name: _plain(holder.attrs[name]) for name in _ATTRIBUTES if name in holder.attrs}
             return _content(_tensor(FEATURES, features[()]), _tensor(COORDINATES, coordinates[()]), attributes)
-    except (PermissionError, IsADirectoryError) as error:
+    except PermissionError as error:
         raise RunError(f"it cannot be opened: {os.strerror(error.errno or 0)}") from error
     except BlockingIOError as error:
         raise RunError(f"another program is writing it ({first_line(error)}); embed it when that has ended") from error
@@ -166,16 +160,16 @@ def _read_torch(path: Path, width: int | None) -> Content:
         return _beside(path, content, width)
     if not isinstance(content, Mapping):
         raise RunError(f'it holds a {type(content).__name__}, expected {{"{FEATURES}": ..., "{COORDINATES}": ...}}')
-    found: dict[str, Tensor] = {}
+    arrays: dict[str, Tensor] = {}
     for name, names in NAMES.items():
-        there = [content[one] for one in names if isinstance(content.get(one), Tensor)]
-        found |= {name: there[0]} if there else {}
-    if len(found) < len(NAMES):
-        raise RunError(_without([name for name in NAMES if name not in found], list(content)))
-    for name, value in found.items():
+        present = [content[known] for known in names if isinstance(content.get(known), Tensor)]
+        arrays |= {name: present[0]} if present else {}
+    if len(arrays) < len(NAMES):
+        raise RunError(_without([name for name in NAMES if name not in arrays], list(content)))
+    for name, value in arrays.items():
         _check_tensor(name, value)
-    _check_shapes(found[FEATURES].shape, found[COORDINATES].shape, width)
-    return _content(found[FEATURES], found[COORDINATES], {n: content[n] for n in _ATTRIBUTES if n in content})
+    _check_shapes(arrays[FEATURES].shape, arrays[COORDINATES].shape, width)
+    return _content(arrays[FEATURES], arrays[COORDINATES], {n: content[n] for n in _ATTRIBUTES if n in content})
 
 
 def _load(path: Path) -> Any:
@@ -205,20 +199,20 @@ def _beside(path: Path, features: Tensor, width: int | None) -> Content:
     """The content of a file of features alone, whose coordinates another file has, as slide2vec writes them."""
     _check_tensor(FEATURES, features)
     _check_features(features.shape, width)
-    told = _meta(path)
-    if not told.is_file():
+    meta_file = _meta(path)
+    if not meta_file.is_file():
         raise RunError(
             "it holds only features, and tile coordinates are needed too; pass the HDF5 file next to it (CLAM: "
             f'h5_files), or save {{"{FEATURES}": ..., "{COORDINATES}": ...}}'
         )
-    attributes, there = _recorded(path, told)
+    attributes, coordinates_at = _recorded(path, meta_file)
     try:
-        arrays = _arrays(there, ("x", "y"))
+        arrays = _arrays(coordinates_at, ("x", "y"))
     except RunError as error:
-        raise RunError(f"of its coordinates {there}: {error}") from error
+        raise RunError(f"of its coordinates {coordinates_at}: {error}") from error
     if arrays["x"].dim() != 1 or arrays["x"].shape != arrays["y"].shape:
         raise RunError(
-            f"x and y of {there} must be [tiles], got {list(arrays['x'].shape)} and {list(arrays['y'].shape)}"
+            f"x and y of {coordinates_at} must be [tiles], got {list(arrays['x'].shape)} and {list(arrays['y'].shape)}"
         )
     coordinates = torch.stack((arrays["x"], arrays["y"]), dim=1)
     _check_shapes(features.shape, coordinates.shape, width)
@@ -227,35 +221,37 @@ def _beside(path: Path, features: Tensor, width: int | None) -> Content:
 
 def companions(path: Path) -> list[Path]:
     """The other files that the tiles of slide2vec's file ``path`` are read from, as far as they are there."""
-    told = _meta(path)
-    if path.suffix.lower() in HDF5 or not told.is_file():
+    meta_file = _meta(path)
+    if path.suffix.lower() in HDF5 or not meta_file.is_file():
         return []
     try:
-        return [told, _recorded(path, told)[1]]
+        return [meta_file, _recorded(path, meta_file)[1]]
     except RunError:  # for the reader, if it needs the file at all
-        return [told]
+        return [meta_file]
 
 
 def _meta(path: Path) -> Path:
     return path.with_name(f"{path.stem}.meta.json")
 
 
-def _recorded(path: Path, told: Path) -> tuple[dict[str, Any], Path]:
-    """What the file ``told`` says of the tiles of ``path``, and the file of their coordinates."""
+def _recorded(path: Path, meta_file: Path) -> tuple[dict[str, Any], Path]:
+    """What ``meta_file`` says of the tiles of ``path``, and the file of their coordinates."""
     try:
-        attributes = json.loads(told.read_text(encoding="utf-8"))
+        attributes = json.loads(meta_file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
-        raise RunError(f"{told.name} next to it cannot be read ({first_line(error)}); copy it again") from error
+        raise RunError(f"{meta_file.name} next to it cannot be read ({first_line(error)}); copy it again") from error
     if not isinstance(attributes, dict):
-        raise RunError(f"{told.name} next to it holds a {type(attributes).__name__}, expected what slide2vec writes")
+        raise RunError(
+            f"{meta_file.name} next to it holds a {type(attributes).__name__}, expected what slide2vec writes"
+        )
     recorded = attributes.get("coordinates_npz_path")
     places = [path.parent.parent / "tiles" / f"{path.stem}.coordinates.npz"]
     if isinstance(recorded, str) and recorded.isprintable():
         places.insert(0, Path(recorded))
-    there = next((place for place in places if place.is_file()), None)
-    if there is None:
+    coordinates_at = next((place for place in places if place.is_file()), None)
+    if coordinates_at is None:
         raise RunError(f"its coordinates are not there: expected {' or '.join(map(str, places))}; copy that file too")
-    return attributes, there
+    return attributes, coordinates_at
 
 
 def _arrays(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -369,7 +365,7 @@ def text(value: Any) -> str | None:
     return value.strip() if isinstance(value, str) and value.strip() not in ("", "None") else None
 
 
-def _without(missing: list[str], there: Sequence[Any]) -> str:
-    names = ", ".join(shortened(str(name), 40) for name in there[:_SHOWN])
-    holds = f"it holds {names}" if there else "it is empty"
+def _without(missing: list[str], present: Sequence[Any]) -> str:
+    names = ", ".join(shortened(str(name), 40) for name in present[:_SHOWN])
+    holds = f"it holds {names}" if present else "it is empty"
     return f"it has no {' and no '.join(missing)} ({holds}); pass files of tile features as TRIDENT or CLAM write them"

@@ -15,22 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.errors import RunError, shortened
 from dilated_attention_pytorch.machine import require, set_threads
 from dilated_attention_pytorch.memory import in_bytes, is_out_of_memory
-from dilated_attention_pytorch.models import (
-    SlideEmbeddings,
-    SlideEncoder,
-    SlideEncoderConfig,
-    load_slide_encoder,
-    pack_slides,
-    tile_grid,
-)
-from dilated_attention_pytorch.models.tensor_file import shortened
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.preflight import choose_device
 
+from .checkpoint import load_slide_encoder
+from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides
 from .files import Slide, find_slides, read_slide
+from .grid import tile_grid
 from .memory import TileLimits, measure_limits
 from .settings import EmbedSettings
 from .store import Source, Store
@@ -191,7 +185,7 @@ class Embedder:
             except RunError as error:
                 fail(path, str(error))
                 continue
-            together = sum(len(one.features) for one in batch) + len(tiles.features)
+            together = sum(len(slide.features) for slide in batch) + len(tiles.features)
             if batch and (limits is None or together > limits.of_batch):
                 yield batch
                 batch = []
@@ -248,17 +242,21 @@ class Embedder:
 
     def _check_spacing(self, slide: Slide, tile_size: int) -> None:
         """Raise :class:`RunError` if the tiles stand at another distance than the tile size says."""
-        told = self.settings.tile_spacing
-        expected = told or max(1, round(tile_size * (1 - slide.overlap)))
+        given = self.settings.tile_spacing
+        expected = given or max(1, round(tile_size * (1 - slide.overlap)))
         if slide.spacing is None or abs(slide.spacing - expected) <= 1 + _OF_SPACING * expected:
             return
-        if told is not None:
-            raise RunError(f"expected tiles {told} pixels apart (--tile-spacing), got tiles {slide.spacing} apart")
-        is_told = slide.tile_size is None
-        remedy = f"pass --tile-size {slide.spacing} and another --output" if is_told else "extract its features again"
+        if given is not None:
+            raise RunError(f"expected tiles {given} pixels apart (--tile-spacing), got tiles {slide.spacing} apart")
+        is_from_settings = slide.tile_size is None
+        remedy = (
+            f"pass --tile-size {slide.spacing} and another --output"
+            if is_from_settings
+            else "extract its features again"
+        )
         raise RunError(
             f"its tiles stand {slide.spacing} pixels apart, and a tile is {tile_size} pixels "
-            f"({'--tile-size' if is_told else 'as the file records'}): {remedy} if that is wrong, or pass "
+            f"({'--tile-size' if is_from_settings else 'as the file records'}): {remedy} if that is wrong, or pass "
             f"--tile-spacing {slide.spacing} if the tiles overlap or have gaps"
         )
 
@@ -275,7 +273,7 @@ class Embedder:
         self, batch: list[TileRows], fail: Callable[[Path, str], None]
     ) -> Iterator[tuple[TileRows, SlideEmbeddings]]:
         try:
-            found = self._compute(batch)
+            computed = self._compute(batch)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -285,7 +283,7 @@ class Embedder:
             else:
                 fail(batch[0].path, "memory ran out; use a device with more, or close other programs on this one")
             return
-        for slide, embedding, layers in zip(batch, *found, strict=True):
+        for slide, embedding, layers in zip(batch, *computed, strict=True):
             if not bool(layers.isfinite().all() and embedding.isfinite().all()):
                 fail(slide.path, f"its embedding is not finite in {self.settings.precision}; {self._remedy(slide)}")
                 continue
@@ -304,8 +302,10 @@ class Embedder:
         slides = [(slide.features.float(), slide.grid) for slide in batch]
         features, grid, cu_seqlens = pack_slides(slides)
         with torch.inference_mode(), autocast(self.settings.precision, self.device.type):
-            found = self.encoder(features.to(self.device), grid.to(self.device), tile_size=1, cu_seqlens=cu_seqlens)
-        return SlideEmbeddings(*(value.float().cpu() for value in found))
+            embeddings = self.encoder(
+                features.to(self.device), grid.to(self.device), tile_size=1, cu_seqlens=cu_seqlens
+            )
+        return SlideEmbeddings(*(value.float().cpu() for value in embeddings))
 
 
 def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder:

@@ -50,16 +50,30 @@ def find_slides(paths: Sequence[Path]) -> dict[str, Path]:
     Raises:
         RunError: a path does not exist or is not of a known kind, a folder is empty, or two files have one slide name.
     """
-    found: dict[str, Path] = {}
+    slides: dict[str, Path] = {}
     for path in paths:
         for file in _files_of(path):
-            before = found.setdefault(file.stem, file)
+            before = slides.setdefault(file.stem, file)
             if not is_same_file(before, file):
                 raise RunError(
                     f"{before} and {file} both belong to a slide {file.stem}, so their embeddings would be one file; "
                     "embed them into two folders"
                 )
-    return found
+    return slides
+
+
+def status_of(path: Path) -> os.stat_result:
+    """The status of a file.
+
+    Raises:
+        RunError: there is no such file, for example behind a link.
+    """
+    try:
+        return path.stat()
+    except OSError as error:
+        raise RunError(
+            f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
+        ) from error
 
 
 def is_same_file(one: str | Path, other: str | Path) -> bool:
@@ -80,8 +94,8 @@ def _files_of(path: Path) -> list[Path]:
                 f"the folder {path} holds no {', '.join(SUFFIXES)} file; pass the folder that holds them directly ("
                 "CLAM's h5_files, TRIDENT's features_...), as subfolders are not searched"
             )
-        whole = {file.stem for file in files if file.suffix.lower() in HDF5}
-        return [file for file in files if file.suffix.lower() != ".npz" or file.stem not in whole]
+        hdf5_stems = {file.stem for file in files if file.suffix.lower() in HDF5}
+        return [file for file in files if file.suffix.lower() != ".npz" or file.stem not in hdf5_stems]
     if not path.exists():
         raise RunError(f"{path} does not exist; pass files of tile features ({', '.join(SUFFIXES)}) or their folder")
     if path.suffix.lower() not in SUFFIXES:
@@ -104,16 +118,9 @@ def read_slide(path: Path, width: int | None = None) -> Slide:
     Raises:
         RunError: the file is damaged or has other contents; the message says what was found and what to do.
     """
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise RunError(
-            f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
-        ) from error
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise RunError("it is a pipe or a device, expected a file")
-    if stat.S_ISDIR(mode):
-        raise RunError("it cannot be opened: Is a directory")
+    mode = status_of(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise RunError(f"it is {'a folder' if stat.S_ISDIR(mode) else 'a pipe or a device'}, expected a file")
     try:
         features, coordinates, attributes = read_content(path, width)
     except MemoryError as error:
@@ -168,8 +175,8 @@ def _overlap(attributes: Mapping[str, Any]) -> float:
 
 def _magnification(attributes: Mapping[str, Any]) -> float | None:
     of = {name: number(value) for name, value in attributes.items()}
-    told, pixels = of.get("target_magnification"), of.get("tile_size_px")
+    recorded, pixels = of.get("target_magnification"), of.get("tile_size_px")
     micrometres = of.get("tile_size_um")
     spacing = of.get("requested_spacing_um") or (micrometres / pixels if micrometres and pixels else None)
-    found = told or (10 / spacing if spacing else None)
-    return found if found is not None and found > 0 else None
+    magnification = recorded or (10 / spacing if spacing else None)
+    return magnification if magnification is not None and magnification > 0 else None

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from dilated_attention_pytorch.memory import free_memory, peak_memory
-from dilated_attention_pytorch.models import SlideEncoder
 from dilated_attention_pytorch.training.autocast import autocast
+
+from .encoder import SlideEncoder
 
 _FEW, _MANY = 1024, 6144
 _OF_FREE = 0.5
@@ -58,10 +59,10 @@ def measure_limits(
     call(_FEW)  # one-time allocations, such as compiled kernels
     peaks = []
     for tiles in (_FEW, _MANY):
-        found = peak_memory(lambda tiles=tiles: call(tiles), device)  # type: ignore[misc]
-        if found is None:
+        measured = peak_memory(lambda tiles=tiles: call(tiles), device)  # type: ignore[misc]
+        if measured is None:
             return None
-        peaks.append(found[0])
+        peaks.append(measured[0])
     tile_bytes = max(1, (peaks[1] - peaks[0]) // (_MANY - _FEW), peaks[1] // _MANY)
     try:
         free = free_memory(device)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dilated_attention_pytorch.models.slide_encoder import Pooling
 from dilated_attention_pytorch.training.run_settings import Device, check_choice, check_number
+
+from .encoder import Pooling
 
 FileKind = Literal["h5", "parquet"]
 EmbeddingPrecision = Literal["float32", "bfloat16", "float16"]

@@ -7,14 +7,13 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models import SlideEmbeddings
 from dilated_attention_pytorch.output import (
     check_free_folder,
     check_makeable,
@@ -25,7 +24,8 @@ from dilated_attention_pytorch.output import (
 )
 
 from .contents import companions
-from .files import is_same_file
+from .encoder import SlideEmbeddings
+from .files import is_same_file, status_of
 from .settings import FileKind
 
 SETTINGS_NAME = "_embed.json"
@@ -49,17 +49,12 @@ class Source:
         Raises:
             RunError: there is no such file, for example behind a link.
         """
-        try:
-            found = [file.stat() for file in (path, *companions(path))]
-        except OSError as error:
-            raise RunError(
-                f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
-            ) from error
+        stats = [status_of(file) for file in (path, *companions(path))]
         return Source(
             slide=slide,
             source=str(path.absolute()),
-            source_bytes=sum(status.st_size for status in found),
-            source_mtime_ns=max(status.st_mtime_ns for status in found),
+            source_bytes=sum(status.st_size for status in stats),
+            source_mtime_ns=max(status.st_mtime_ns for status in stats),
         )
 
     @property
@@ -70,15 +65,6 @@ class Source:
     def is_beside(self, other: Source) -> bool:
         """Whether its file still exists, and is another one: a moved file is not."""
         return os.path.exists(self.source) and not is_same_file(self.source, other.source)
-
-    def to_dict(self) -> dict[str, str | int]:
-        """The fields by name."""
-        return {
-            "slide": self.slide,
-            "source": self.source,
-            "source_bytes": self.source_bytes,
-            "source_mtime_ns": self.source_mtime_ns,
-        }
 
 
 class Store:
@@ -156,15 +142,15 @@ class Store:
             return None
         if is_same_file(path, source.source):
             raise RunError(f"it lies where its embedding would, in --output {self.folder}; pass another --output")
-        found = None
+        source_of_embedding = None
         if path.is_file() and not path.is_symlink():
-            found = _source_in_h5(path) if self.kind == "h5" else _source_in_parquet(path)
-        if found is None:
+            source_of_embedding = _source_in_h5(path) if self.kind == "h5" else _source_in_parquet(path)
+        if source_of_embedding is None:
             raise RunError(
-                f"{path} is there, and no embedding that `embed` wrote, or a damaged one: it is not replaced; move it "
+                f"{path} is not an embedding that `embed` wrote, or it is damaged; it is not replaced: move it "
                 "away and run the same command again, or pass another --output"
             )
-        return found
+        return source_of_embedding
 
     def is_of(self, before: Source | None, source: Source) -> bool:
         """Whether an embedding is of the current version of a slide's file.
@@ -192,7 +178,7 @@ class Store:
         path = self.path(source.slide)
         with replacing(path, check=lambda: self.before(source)) as staged:
             if self.kind == "h5":
-                _write_h5(staged, {**source.to_dict(), "tiles": tiles}, embeddings)
+                _write_h5(staged, {**asdict(source), "tiles": tiles}, embeddings)
             else:
                 _write_parquet(staged, source, tiles, embeddings)
 
@@ -206,7 +192,7 @@ def _check_name(path: Path, source: str) -> None:
     try:
         source.encode()
     except UnicodeEncodeError as error:
-        raise RunError("its path is no UTF-8, in which the embedding records it; rename it") from error
+        raise RunError("its path is not valid UTF-8, in which the embedding records it; rename it") from error
     if path.suffix == ".parquet" and path.name.startswith(("_", ".")):
         raise RunError(
             "readers of a folder of Parquet files skip names that begin with _ or a dot; rename it, or pass --format h5"
@@ -231,12 +217,12 @@ def _name_first(staged: Path, file: Path) -> None:
 def _write_h5(path: Path, attributes: Mapping[str, str | int], embeddings: SlideEmbeddings) -> None:
     import h5py
 
-    whole = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
-    with h5py.File(whole, "w") as file:
+    buffer = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
+    with h5py.File(buffer, "w") as file:
         for name, value in embeddings._asdict().items():
             file.create_dataset(name, data=value.numpy())
         file.attrs.update(attributes)
-    path.write_bytes(whole.getbuffer())
+    path.write_bytes(buffer.getbuffer())
 
 
 def _source_in_h5(path: Path) -> Source | None:
@@ -258,7 +244,7 @@ def _write_parquet(path: Path, source: Source, tiles: int, embeddings: SlideEmbe
         kind = pyarrow.list_(pyarrow.float32(), value.shape[0])
         return pyarrow.array([value.numpy()], type=kind)
 
-    columns = {name: pyarrow.array([value]) for name, value in source.to_dict().items()}
+    columns = {name: pyarrow.array([value]) for name, value in asdict(source).items()}
     columns |= {"tiles": pyarrow.array([tiles]), "embedding": column(embeddings.embedding)}
     columns |= {f"layer_{layer}": column(value) for layer, value in enumerate(embeddings.layers)}
     parquet.write_table(pyarrow.table(columns), path)
@@ -269,7 +255,7 @@ def _source_in_parquet(path: Path) -> Source | None:
     from pyarrow import parquet
 
     try:
-        columns = ["slide", "source", "source_bytes", "source_mtime_ns"]
+        columns = [field.name for field in fields(Source)]
         return _source(parquet.read_table(path, columns=columns).to_pylist()[0])
     except (OSError, KeyError, IndexError, TypeError, pyarrow.ArrowException):
         return None

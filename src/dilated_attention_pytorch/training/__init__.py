@@ -1,4 +1,4 @@
-"""Training runs on text that can be stopped and taken up: LongNet language models, and pretrained models whose context
+"""Training runs on text that can be stopped and resumed: LongNet language models, and pretrained models whose context
 is extended."""
 
 import importlib

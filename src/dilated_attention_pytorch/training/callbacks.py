@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -22,11 +22,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dilated_attention_pytorch.output import write_text
 
 from .faults import cost_of_faults
+from .lifecycle import RewindRequested
 from .manifest import opened
 from .measures import WorkDone, peak_memory
-from .rewind import RewindRequested
 from .stragglers import OWN_SECONDS, STEP_SECONDS
-from .trackers import Tracker
+
+if TYPE_CHECKING:
+    from .run_checkpoints import RunCheckpoints
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -40,16 +42,12 @@ class Interruption(TrainerCallback):
 
     Args:
         accelerator: the trainer's; a signal to one process stops all of them.
-        has_failed: whether this process failed to write a checkpoint.
-        raise_failure: called by every process in that case.
+        checkpoints: checkpoints of the run.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, has_failed: Callable[[], bool], raise_failure: Callable[[], None]
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, checkpoints: RunCheckpoints) -> None:
         self.accelerator = accelerator
-        self.has_failed = has_failed
-        self.raise_failure = raise_failure
+        self.checkpoints = checkpoints
         self.signal: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -80,13 +78,13 @@ class Interruption(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Request a checkpoint and the end of training on every process if one received a signal."""
-        has_failed = self.has_failed()
+        has_failed = self.checkpoints.writer.has_failed()
         if self.accelerator.num_processes > 1:
             mine = torch.tensor([[self.signal or 0, has_failed]], device=self.accelerator.device)
             number, has_failed = self.accelerator.gather(mine).amax(0).tolist()
             self.signal = number or None
         if has_failed:
-            self.raise_failure()
+            self.checkpoints.finish()
         if self.signal is not None and state.global_step < state.max_steps:
             control.should_save = control.should_log = control.should_training_stop = True
         return control
@@ -96,7 +94,7 @@ class Metrics(TrainerCallback):
     """Writes ``metrics.jsonl``: one JSON object per line for every entry of the training loss and every evaluation.
 
     At the start and at every resumption, a line records the machine's speed (``matrix_product_flops``).
-    Entries are passed to the trackers too.
+    Entries are passed on to the receivers.
 
     Args:
         run: run folder.
@@ -104,7 +102,7 @@ class Metrics(TrainerCallback):
         work: amount of work of the steps.
         device: device of the run.
         matrix_product_flops: operations per second of all processes together (:func:`matrix_product_rate`).
-        trackers: other receivers of the figures.
+        receivers: called with the step and the figures of every entry.
     """
 
     def __init__(
@@ -115,13 +113,13 @@ class Metrics(TrainerCallback):
         work: WorkDone,
         device: torch.device,
         matrix_product_flops: float,
-        trackers: Sequence[Tracker],
+        receivers: Sequence[Callable[[int, Mapping[str, float]], None]],
     ) -> None:
         self.path = run / METRICS_NAME
         self.work = work
         self.device = device
         self.matrix_product_flops = matrix_product_flops
-        self.trackers = trackers
+        self.receivers = receivers
         kept = [entry for entry in read_metrics(run) if entry["step"] <= step]
         self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
         begun = {"step": step, "seconds": self._seconds, "matrix_product_flops": matrix_product_flops}
@@ -167,8 +165,8 @@ class Metrics(TrainerCallback):
         entry = {"step": state.global_step, "seconds": round(self._seconds + now - self._start, 2), **values}
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        for tracker in self.trackers:
-            tracker.log(state.global_step, values)
+        for receive in self.receivers:
+            receive(state.global_step, values)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -222,14 +220,6 @@ class Bar(TrainerCallback):
         self.task = self.progress.add_task("training", total=None, loss="", held_out="", rate="")
         self._last: Mapping[str, float] = {}
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -242,7 +232,7 @@ class Bar(TrainerCallback):
         self.progress.update(self.task, completed=state.global_step)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Show the figures of a step, as a tracker."""
+        """Show the figures of a step."""
         if "bits_per_byte" in figures:
             self._last = figures
             rate = f"{figures['tokens_per_second']:,.0f} tokens/s"

@@ -31,9 +31,9 @@ STATE_NAME = "trainer_state.json"
 SCALER_NAME = "scaler.pt"
 STAGING = ".unfinished"
 """Beginning of the name of a folder for checkpoints that are being written; the token of the job's lease follows."""
-OF_ALL = (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_NAME)
+COMMON_FILES = (CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, STATE_NAME)
 """Files of a checkpoint that every process reads, independent of the number of processes."""
-ALSO_WRITTEN = ("generation_config.json", SCALER_NAME)
+OPTIONAL_FILES = ("generation_config.json", SCALER_NAME)
 """Optional files of a checkpoint: of transformers models, and of float16 runs."""
 RESTORE = "restore the folder from a copy, or start a new run with another --output"
 """Remedy for a damaged checkpoint."""
@@ -48,8 +48,8 @@ _UNFIT = (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeE
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of the run folder, latest step first; not verified."""
-    found = [path for path in run.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=checkpoint_step, reverse=True)
+    paths = [path for path in run.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=checkpoint_step, reverse=True)
 
 
 def staging_folder(run: Path, token: str) -> Path:
@@ -73,7 +73,7 @@ def file_names(processes: int, rank: int | None = None) -> list[str]:
     """Files of a checkpoint that process ``rank`` reads; None = all processes."""
     ranks = range(processes) if rank is None else [rank]
     random = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in ranks]
-    return [*OF_ALL, *random]
+    return [*COMMON_FILES, *random]
 
 
 def publish(
@@ -83,7 +83,7 @@ def publish(
     run_id: str,
     processes: int,
     keep: int,
-    left: Collection[str],
+    rejected: Collection[str],
     check: Callable[[], None],
 ) -> None:
     """Rename a staged checkpoint into place, and remove the checkpoints that it replaces.
@@ -94,13 +94,13 @@ def publish(
         run_id: unique id of the run.
         processes: number of processes that wrote it.
         keep: number of checkpoints to keep, including this one.
-        left: names of checkpoints found damaged on resumption; this one may have the same name.
+        rejected: names of checkpoints found damaged on resumption; this one may have the same name.
         check: raises :class:`RunError` if another job has taken the folder; called before each change of it.
 
     Raises:
         RunError: a file that a process wrote is missing, or another job has taken the folder.
     """
-    names = [*file_names(processes), *(name for name in ALSO_WRITTEN if (staged / name).exists())]
+    names = [*file_names(processes), *(name for name in OPTIONAL_FILES if (staged / name).exists())]
     missing = [name for name in names if not (staged / name).exists()]
     if missing:
         raise RunError(
@@ -126,24 +126,24 @@ def publish(
     os.rename(staged, target)  # fails if another job has published this step since
     sync(run)
     # A run resumed from an older checkpoint rewrites the later ones; their remains are obsolete.
-    intact = [path for path in checkpoints(run) if path == target or path.name not in left]
+    intact = [path for path in checkpoints(run) if path == target or path.name not in rejected]
     before = [path for path in intact if checkpoint_step(path) <= step]
     _remove([path for path in checkpoints(run) if path not in before[:keep]], check)
     clear(staging)
 
 
 def remove_leftovers(
-    run: Path, *, start: Path | None, keep: int, left: Collection[str], check: Callable[[], None]
+    run: Path, *, start: Path | None, keep: int, rejected: Collection[str], check: Callable[[], None]
 ) -> None:
     """Remove what killed jobs left of a resumed run: their staging folders, and checkpoints beyond ``keep``.
 
     Args:
         run: run folder.
         start: checkpoint that the run resumes from; it counts among those kept.
-        keep, left: see :func:`publish`. Damaged checkpoints stay until the next one is published.
+        keep, rejected: see :func:`publish`. Damaged checkpoints stay until the next one is published.
         check: raises :class:`RunError` if another job has taken the folder; called before each removal.
     """
-    intact = [path for path in checkpoints(run) if path.name not in left]
+    intact = [path for path in checkpoints(run) if path.name not in rejected]
     before = [path for path in intact if start is not None and checkpoint_step(path) <= checkpoint_step(start)]
     _remove([*run.glob(f"{STAGING}*"), *before[keep:]], check)
 
@@ -200,7 +200,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str, processes: int, rank: int |
     from transformers import TrainerState
 
     written = _manifest(checkpoint)
-    reading = file_names(processes, rank) if written.get("processes") == processes else [*OF_ALL]
+    reading = file_names(processes, rank) if written.get("processes") == processes else [*COMMON_FILES]
     files = written.get("files")
     if isinstance(files, dict) and SCALER_NAME in files:
         reading.append(SCALER_NAME)
@@ -218,10 +218,10 @@ def verify_checkpoint(checkpoint: Path, run_id: str, processes: int, rank: int |
     listed = manifest["files"].keys()
     # transformers looks files up by name and knows more names than are written here. Hidden files are not loaded.
     known = {*listed, MANIFEST_NAME}
-    strangers = sorted(path.name for path in checkpoint.iterdir() if path.name not in known and path.name[0] != ".")
-    strangers += sorted(name for name in listed if not _is_written(name))
-    if strangers:
-        raise RunError(f"{_WHAT}: {checkpoint / strangers[0]} is nothing that a run writes there; remove it")
+    unknown = sorted(path.name for path in checkpoint.iterdir() if path.name not in known and path.name[0] != ".")
+    unknown += sorted(name for name in listed if not _is_written(name))
+    if unknown:
+        raise RunError(f"{_WHAT}: {checkpoint / unknown[0]} is not a file that a run writes there; remove it")
     state = read_json(checkpoint / STATE_NAME, what=_WHAT, remedy=RESTORE)
     if state.get("global_step") != checkpoint_step(checkpoint):
         raise RunError(f"{_WHAT}: {checkpoint / STATE_NAME} is of step {state.get('global_step')!r}; {RESTORE}")
@@ -233,7 +233,7 @@ def verify_checkpoint(checkpoint: Path, run_id: str, processes: int, rank: int |
 
 
 def _is_written(name: str) -> bool:
-    return name in {*file_names(1), *ALSO_WRITTEN} or _RANDOM_STATE.fullmatch(name) is not None
+    return name in {*file_names(1), *OPTIONAL_FILES} or _RANDOM_STATE.fullmatch(name) is not None
 
 
 def _check_state(path: Path) -> None:
@@ -247,8 +247,8 @@ def _check_state(path: Path) -> None:
     except (*_UNFIT, RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
-            f"broken checkpoint: {path} is no state of a training run, and was not unpickled ({type(error).__name__}: "
-            f"{reason}); {RESTORE}"
+            f"broken checkpoint: {path} is not a state of a training run, and was not unpickled "
+            f"({type(error).__name__}: {reason}); {RESTORE}"
         ) from error
 
 
@@ -274,7 +274,7 @@ class Start:
 
     checkpoint: Path | None
     """The newest intact checkpoint; None if the run has none yet."""
-    left: Mapping[str, str]
+    rejected: Mapping[str, str]
     """Newer checkpoints that were skipped, with reasons."""
     digest: str = ""
     """SHA-256 of the checkpoint's manifest, by which other processes verify that they see the same one."""
@@ -294,7 +294,7 @@ class Start:
 
     def describe(self) -> Iterator[str]:
         """One line per skipped checkpoint."""
-        for name, reason in self.left.items():
+        for name, reason in self.rejected.items():
             assert self.checkpoint is not None
             yield f"{name} is skipped, {self.checkpoint.name} is used instead: {reason}"
 
@@ -316,27 +316,27 @@ def choose_start(run: Path, run_id: str, processes: int, check: Callable[[Path],
         verify_checkpoint(checkpoint, run_id, processes)
         check(checkpoint)
 
-    checkpoint, left = newest_intact(run, verify)
+    checkpoint, rejected = newest_intact(run, verify)
     if checkpoint is not None:
         has_random_states, digest = _manifest(checkpoint).get("processes") == processes, _manifest_digest(checkpoint)
-        return Start(checkpoint=checkpoint, left=left, digest=digest, has_random_states=has_random_states)
-    if left:
-        newest, *older = left.values()
+        return Start(checkpoint=checkpoint, rejected=rejected, digest=digest, has_random_states=has_random_states)
+    if rejected:
+        newest, *older = rejected.values()
         raise RunError(". ".join([newest, *(f"Nor can the one before be used: {reason}" for reason in older)]))
-    return Start(checkpoint=None, left=left)
+    return Start(checkpoint=None, rejected=rejected)
 
 
 def newest_intact(run: Path, verify: Callable[[Path], None]) -> tuple[Path | None, dict[str, str]]:
     """The newest checkpoint for which ``verify`` raises no :class:`RunError`, and the reasons against newer ones."""
-    left: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for checkpoint in checkpoints(run):
         try:
             verify(checkpoint)
         except RunError as error:
-            left[checkpoint.name] = str(error)
+            rejected[checkpoint.name] = str(error)
             continue
-        return checkpoint, left
-    return None, left
+        return checkpoint, rejected
+    return None, rejected
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:

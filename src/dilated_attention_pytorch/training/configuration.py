@@ -29,14 +29,14 @@ def read_configuration(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            found = file.read(_LONGEST + 1)
-        if len(found) > _LONGEST:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
             raise RunError(f"--config {path} is longer than any file of settings; name another one")
-        values = tomllib.loads(found.decode())
+        values = tomllib.loads(content.decode())
     except FileNotFoundError as error:
         raise RunError(f"--config {path}: there is no such file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RunError(f"--config {path} is no TOML: {error}") from error
+        raise RunError(f"--config {path} is not TOML: {error}") from error
     except OSError as error:
         raise RunError(f"--config {path} cannot be read: {error.strerror}") from error
     for name in ("config", "resume"):
@@ -75,12 +75,12 @@ def with_values(settings: _Settings, values: Mapping[str, Any], path: Path, tabl
             continue
         if value == "" and _holds_path(hints[name]):
             raise RunError(f"--config {path}: {table}{name} is an empty path; this folder is .")
-        found = _as_held(value, hints[name])
+        converted = _as_held(value, hints[name])
         try:
-            check_type(found, hints[name], collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+            check_type(converted, hints[name], collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         except TypeCheckError as error:
             raise RunError(f"--config {path}: {table}{name} = {value!r}: {error}") from error
-        given[name] = found
+        given[name] = converted
     try:
         return dataclasses.replace(settings, **given)
     except (TypeError, ValueError) as error:
@@ -110,7 +110,7 @@ def configuration_text(values: Mapping[str, Any], command: str) -> str:
     import tomli_w
 
     head = (
-        f"# What this run was told and what was chosen for it. The same again:\n"
+        f"# The settings of a run, as given and as chosen for it. To start the same run again:\n"
         f"#   dilated-attention {command} --config {CONFIGURATION_NAME} --output ANOTHER\n\n"
     )
     return head + tomli_w.dumps(_without_none(values), multiline_strings=False)

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.memory import in_bytes
 from .callbacks import read_metrics
 from .checkpoint import WEIGHTS_NAME
 from .faults import cost_of_faults, read_faults
-from .outcome import recorded_run
+from .record import recorded, train_settings
 from .stragglers import stragglers
 
 _REMEDY = "name the --output of a `train` or `extend` command; docs/troubleshooting.md explains messages of errors"
@@ -29,7 +29,8 @@ def diagnose(folder: Path) -> Iterator[str]:
     Raises:
         RunError: the folder is not a run folder, or its record is damaged.
     """
-    record, settings = recorded_run(folder, "diagnose", _REMEDY)
+    with recorded(folder, "diagnose", _REMEDY) as record:
+        settings = train_settings(record)
     entries = read_metrics(folder)
     done = max((entry["step"] for entry in entries), default=0)
     state = "finished" if (folder / WEIGHTS_NAME).exists() else "not finished"
@@ -63,9 +64,9 @@ def _time(entries: Sequence[Mapping[str, float]], at_end: float, lost: float) ->
         "in the evaluation at the end": at_end,
         "lost by restarts": lost,
     }
-    whole = sum(parts.values())
-    if whole:
-        words = [f"{seconds:,.1f} s {name} ({seconds / whole:.0%})" for name, seconds in parts.items() if seconds]
+    total = sum(parts.values())
+    if total:
+        words = [f"{seconds:,.1f} s {name} ({seconds / total:.0%})" for name, seconds in parts.items() if seconds]
         yield f"Time: {', '.join(words)}; {step_seconds:.3g} s a step (median)."
 
 

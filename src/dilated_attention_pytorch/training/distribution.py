@@ -25,7 +25,7 @@ from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
 from dilated_attention_pytorch.models.longnet import document_positions
 from dilated_attention_pytorch.parallel.groups import all_groups, as_long_as_all, wait_at_most
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.planning.layout import Layout
+from dilated_attention_pytorch.plan.layout import Layout
 
 from .autocast import computing_dtype
 from .settings import Strategy, TrainSettings
@@ -188,7 +188,7 @@ class Distribution:
         return mesh
 
     def rows(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This process's rows of whole windows: tokens, next tokens, and positions."""
+        """This process's rows of windows: tokens, next tokens, and positions."""
         if self.attention is None:
             return inputs
         mesh, layout = self.attention.mesh, self.attention.layout
@@ -224,28 +224,28 @@ class Distribution:
     def weights(self, model: LongNetForCausalLM, *, everywhere: bool) -> dict[str, Any]:
         """The full weights by name: on every process's device, or on the CPU of the first process only."""
         if self.engine is not None:
-            whole = self.engine.weights(model)
+            gathered = self.engine.weights(model)
             if everywhere:
-                return {name: weight.clone() for name, weight in whole}
+                return {name: weight.clone() for name, weight in gathered}
             is_first = dist.get_rank() == 0
-            return {name: weight.to("cpu", copy=True) for name, weight in whole if is_first}
+            return {name: weight.to("cpu", copy=True) for name, weight in gathered if is_first}
         weights = get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
         )
         return {
-            name: self._as_whole(name, cast(Tensor, weight))
+            name: self._as_full(name, cast(Tensor, weight))
             for name, weight in weights.items()
             if name not in model.all_tied_weights_keys
         }
 
-    def whole(self, model: LongNetForCausalLM) -> LongNetForCausalLM:
+    def full_model(self, model: LongNetForCausalLM) -> LongNetForCausalLM:
         """An undistributed model with the full weights of ``model``, on every process."""
         if self.mesh is None:
             return model
         with torch.device("meta"):
-            whole = LongNetForCausalLM.from_longnet_config(self.settings.model)
-        whole.load_state_dict(self.weights(model, everywhere=True), assign=True)
-        return whole
+            full = LongNetForCausalLM.from_longnet_config(self.settings.model)
+        full.load_state_dict(self.weights(model, everywhere=True), assign=True)
+        return full
 
     def optimizer_state(self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The full state of ``optimizer`` by weight name, on the first process only."""
@@ -254,7 +254,7 @@ class Distribution:
         state = get_optimizer_state_dict(
             model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
-        return _of_weights(state, self._as_whole)
+        return _of_weights(state, self._as_full)
 
     def load_optimizer_state(
         self, model: LongNetForCausalLM, optimizer: torch.optim.Optimizer, state: dict[str, Any]
@@ -271,9 +271,9 @@ class Distribution:
                 "they are of an earlier version, in which query, key and value were one matrix: its weights can be "
                 "read, but the optimizer's moments are not split; finish that run with that version"
             )
-        for what, found in (("states", state["state"].keys()), ("groups", grouped)):
-            if found != trained:
-                differing = sorted(found ^ trained)
+        for what, saved in (("states", state["state"].keys()), ("groups", grouped)):
+            if saved != trained:
+                differing = sorted(saved ^ trained)
                 raise ValueError(f"the optimizer's {what} are of other weights: {differing[0]} is in one of them alone")
         if self.engine is not None:
             self.engine.load_state_by_names(model, state)
@@ -285,7 +285,7 @@ class Distribution:
             options=StateDictOptions(full_state_dict=True),
         )
 
-    def _as_whole(self, name: str, tensor: Tensor) -> Tensor:
+    def _as_full(self, name: str, tensor: Tensor) -> Tensor:
         order = order_of(name, self._orders)
         return tensor if order is None else torch.empty_like(tensor).index_copy_(0, order.to(tensor.device), tensor)
 

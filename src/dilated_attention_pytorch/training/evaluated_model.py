@@ -12,16 +12,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 
-from .checkpoint import CONFIG_NAME, SETTINGS_NAME, WEIGHTS_NAME
-from .corpus import Text, read_corpus
+from .checkpoint import CONFIG_NAME, SETTINGS_NAME
+from .data.corpus import Text, read_corpus
 from .data.run_data import read_data, tokenizer_of
 from .data.sources import Say
 from .data.tokenizer import Tokenizer, byte_lengths
-from .manifest import MANIFEST_NAME, read_sealed, verify_manifest
-from .pretrained import check_same_model, check_source, load_config, load_model
+from .pretrained import check_same_model, check_source, load_config, load_model, load_tokenizer, num_bytes, tokenized
+from .record import recorded, train_settings
 from .settings import TrainSettings
-from .tokens import load_tokenizer, num_bytes, tokenized
-from .trained_model import model_folder
+from .trained_model import model_folder, verify_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,7 +47,7 @@ class EvaluatedModel:
     """Text field of that run's records."""
     weights: str = ""
     """Name of the folder that holds the weights."""
-    left: Mapping[str, str] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
     """Newer checkpoints that were skipped, with reasons."""
 
     def tokens_of(self, text: str) -> Sequence[int]:
@@ -66,7 +65,7 @@ class EvaluatedModel:
         if largest >= self.vocab_size:
             raise RunError(
                 f"the text holds token {largest:,} and the model knows {self.vocab_size:,} tokens (vocab_size in "
-                f"{CONFIG_NAME}); put the tokenizer that it was trained with beside it"
+                f"{CONFIG_NAME}); put the tokenizer that it was trained with into its folder"
             )
 
     @property
@@ -94,12 +93,12 @@ class EvaluatedModel:
         if self.run is None:
             corpus = read_corpus(data or self.data, text_field=text_field or self.text_field, say=say)
             return [tokenized(corpus.held_out, self.tokenizer)], (1.0,)
-        told, tokenizer = self.run
-        told = replace(told, text_field=text_field or told.text_field)
+        settings, tokenizer = self.run
+        settings = replace(settings, text_field=text_field or settings.text_field)
         if data:
-            told = replace(told, data=tuple(data), weights=())
-        corpora = read_data(told, tokenizer, say).corpora
-        return [corpus.held_out for corpus in corpora], told.weights or (1.0,)
+            settings = replace(settings, data=tuple(data), weights=())
+        corpora = read_data(settings, tokenizer, say).corpora
+        return [corpus.held_out for corpus in corpora], settings.weights or (1.0,)
 
 
 def open_model(name: str, device: str) -> EvaluatedModel:
@@ -119,34 +118,28 @@ def open_model(name: str, device: str) -> EvaluatedModel:
     if not (run / SETTINGS_NAME).exists():
         check_source(name, name)
         return _open(name, name, name, device, own_length=None)
-    record = read_sealed(run / SETTINGS_NAME, what=name, remedy=_REMEDY)
     register()
-    try:
-        if "kind" not in record:
-            settings = TrainSettings.from_dict(record["settings"])
-        else:
-            settings, values = None, record["settings"]
+    with recorded(run, name, _REMEDY) as record:
+        settings = train_settings(record)
+        if settings is None:
+            values = record["settings"]
             own_length, data = int(values["length"]), tuple(map(Path, values["data"]))
             text_field = str(values.get("text_field", "text"))
             check = functools.partial(check_same_model, name, {**record["model"]})
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{run / SETTINGS_NAME} describes no run ({error}); {_REMEDY}") from error
     if settings is not None:
-        folder, left = model_folder(run)
+        folder, rejected = model_folder(run)
         trained = settings, tokenizer_of(run, settings.model.vocab_size)
         opened = _open(name, str(folder), None, device, own_length=settings.context_length)
-        return replace(opened, run=trained, weights=folder.name, left=left)
-    folder, left = model_folder(run, check)
+        return replace(opened, run=trained, weights=folder.name, rejected=rejected)
+    folder, rejected = model_folder(run, check)
     opened = _open(name, str(folder), name, device, own_length=own_length)
-    return replace(opened, data=data, text_field=text_field, weights=folder.name, left=left)
+    return replace(opened, data=data, text_field=text_field, weights=folder.name, rejected=rejected)
 
 
 def _open(
     what: str, folder: str, tokenizer_folder: str | None, device: str, *, own_length: int | None
 ) -> EvaluatedModel:
-    if (Path(folder) / MANIFEST_NAME).exists():
-        remedy = f"copy it again, or, if it was changed on purpose, remove {Path(folder) / MANIFEST_NAME}"
-        verify_manifest(Path(folder), what="broken model", remedy=remedy, reading=(CONFIG_NAME, WEIGHTS_NAME))
+    verify_files(Path(folder))
     config = load_config(what, folder)
     text = config.get_text_config()
     attention = None if getattr(text, "dilated_attention", None) is None else "dilated"

@@ -1,12 +1,14 @@
-"""Final evaluation of a trained model: bits per byte by quarter of its context, compared with xz, as a chart."""
+"""Bits per byte of a model's predictions: by quarter of the context, by context length and position; as charts."""
 
 from __future__ import annotations
 
 import lzma
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +17,19 @@ from torch.nn import functional
 from dilated_attention_pytorch.output import replacing
 
 from .autocast import autocast
-from .callbacks import read_metrics
+from .row_logits import RowLogits, row_logits
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from transformers import PreTrainedModel
+
     from dilated_attention_pytorch.models import LongNetLM
+
+
+_ROWS = 1024
+"""Rows per loss computation."""
+_POINTS_PER_DOUBLING = 2
 
 
 def xz_bits_per_byte(data: bytes) -> float:
@@ -77,33 +88,144 @@ def _bits(model: LongNetLM, tokens: Tensor, precision: str) -> Tensor:
     return functional.cross_entropy(logits.float(), tokens[1:], reduction="none") / math.log(2)
 
 
-def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Path:
-    """Plot ``loss.png`` from the metrics of a run: training, held-out, final value, and the xz baseline."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+@contextmanager
+def chart(path: Path, size: tuple[float, float] = (8, 4.5)) -> Iterator[Figure]:
+    """Context with an empty figure of matplotlib, which is written to ``path`` as PNG at the end.
+
+    Args:
+        path: image file.
+        size: width and height in inches.
+    """
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    with replacing(path) as staged:
+        figure.savefig(staged, dpi=120, format="png")
+
+
+def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Path:
+    """Plot ``loss.png`` from the metrics of a run: training, held-out, final value, and the xz baseline."""
+    from .callbacks import read_metrics
+
     entries = read_metrics(run)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
     curves: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("bits_per_byte", "training", {"color": "tab:blue", "linewidth": 0.8, "alpha": 0.6}),
         ("eval_bits_per_byte", "held-out, on the way", {"color": "tab:orange", "marker": "o", "markersize": 4}),
     )
-    for name, label, style in curves:
-        points = [(entry["step"], entry[name]) for entry in entries if name in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    if final is not None:
-        axes.plot(*final, "*", color="tab:red", markersize=12, label=f"held-out, at the end: {final[1]:.3f}")
-    axes.axhline(xz, color="black", linestyle="--", linewidth=1, label=f"xz -9e on the same bytes: {xz:.3f}")
-    axes.set_xlabel("optimizer step")
-    axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel("bits per byte")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
     path = run / "loss.png"
-    with replacing(path) as staged:
-        figure.savefig(staged, dpi=120, format="png")
+    with chart(path) as figure:
+        axes = figure.subplots()
+        for name, label, style in curves:
+            points = [(entry["step"], entry[name]) for entry in entries if name in entry]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        if final is not None:
+            axes.plot(*final, "*", color="tab:red", markersize=12, label=f"held-out, at the end: {final[1]:.3f}")
+        axes.axhline(xz, color="black", linestyle="--", linewidth=1, label=f"xz -9e on the same bytes: {xz:.3f}")
+        axes.set_xlabel("optimizer step")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_ylabel("bits per byte")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
     return path
+
+
+@torch.inference_mode()
+def bits_of_tokens(
+    model: PreTrainedModel, texts: Sequence[Tensor], context: int, precision: str, console: Console, what: str
+) -> list[Tensor]:
+    """Bits of every token except the first of each text, with a context of at most ``context`` tokens.
+
+    Texts are split into chunks of ``context`` tokens with an overlap of one token, so that the same tokens are
+    predicted for every context.
+
+    Args:
+        model: a causal language model.
+        texts: int64 ``[N]`` each.
+        context: context length in tokens, including the predicted token.
+        precision: computation precision (:mod:`.autocast`).
+        console: console for the progress bar.
+        what: label of the bar.
+
+    Returns:
+        float64 ``[N - 1]`` each, in bits per token.
+    """
+    from rich.progress import track
+
+    model.eval()
+    parts = row_logits(model)
+    bits = []
+    for text in track(texts, what, console=console, disable=not console.is_terminal, transient=True):
+        chunks = [text[start : start + context] for start in range(0, len(text) - 1, context - 1)]
+        bits.append(torch.cat([predicted(model, parts, chunk, precision).bits for chunk in chunks]))
+    return bits
+
+
+class Predicted(NamedTuple):
+    """Predictions for every token of a text except the first, given the tokens before it."""
+
+    bits: Tensor
+    """float64 ``[N - 1]``."""
+    is_likeliest: Tensor
+    """bool ``[N - 1]``: whether the token had the highest probability."""
+
+
+@torch.inference_mode()
+def predicted(model: PreTrainedModel, parts: RowLogits | None, tokens: Tensor, precision: str) -> Predicted:
+    """Evaluate a model's predictions on a text.
+
+    Args:
+        model: a causal language model in eval mode.
+        parts: from :func:`row_logits`, to compute logits one block of rows at a time; None computes all at once.
+        tokens: int64 ``[N]``.
+        precision: computation precision (:mod:`.autocast`).
+    """
+    device = next(model.parameters()).device
+    tokens = tokens.to(device)
+    bits, is_likeliest = [], []
+    with autocast(precision, device.type):
+        inputs = tokens[None, :-1]
+        computed = model(inputs, use_cache=False).logits[0] if parts is None else parts.hidden(inputs)[0]
+        for first in range(0, len(computed), _ROWS):
+            rows = computed[first : first + _ROWS]
+            logits = (rows if parts is None else parts.output(rows)).float()
+            expected = tokens[1 + first : 1 + first + len(rows)]
+            bits.append(functional.cross_entropy(logits, expected, reduction="none").double().cpu() / math.log(2))
+            is_likeliest.append((logits.argmax(-1) == expected).cpu())
+    return Predicted(torch.cat(bits), torch.cat(is_likeliest))
+
+
+def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) -> None:
+    """Plot bits per byte by position in the window, one curve per model state.
+
+    Args:
+        path: image file.
+        curves: bits per position, ``[N - 1]``, by name.
+        own_length: the model's original context length, drawn as a vertical line.
+    """
+    with chart(path) as figure:
+        axes = figure.subplots()
+        for name, bits in curves.items():
+            midpoints, means = binned(bits)
+            axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
+        axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("position in the text, tokens")
+        axes.set_ylabel("bits per byte")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+
+def binned(bits: Tensor) -> tuple[list[float], list[float]]:
+    """Means over geometrically growing ranges of positions, at their geometric midpoints."""
+    edges = [1]
+    while edges[-1] <= len(bits):
+        edges.append(max(edges[-1] + 1, round(edges[-1] * 2 ** (1 / _POINTS_PER_DOUBLING))))
+    edges[-1] = len(bits) + 1
+    ranges = [(first, after) for first, after in pairwise(edges) if after > first]
+    midpoints = [math.sqrt(first * (after - 1)) for first, after in ranges]
+    return midpoints, [bits[first - 1 : after - 1].mean().item() for first, after in ranges]

@@ -13,17 +13,22 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_flops
-from dilated_attention_pytorch.output import write_text
 
 from . import preflight
-from .checkpoint import RESTORE, SETTINGS_NAME, save_finished
-from .corpus import Corpus, Text, corpus_figures, corpus_in_words, read_corpus
+from .checkpoint import RESTORE
+from .data.corpus import Corpus, Text, check_same_corpus, corpus_figures, describe_corpus, read_corpus
 from .data.sources import describe_skipped
+from .data.windows import EvaluationWindows, StagedBatches, one_batch
 from .extension_settings import ExtensionSettings
-from .lifecycle import OpenRun, begin, check_same_corpus, find_run, open_for_resume, read_record, train_to_the_end
-from .manifest import sealed, sums, verify_sums
+from .lifecycle import (
+    OpenRun,
+    begin,
+    open_for_resume,
+    train_to_the_end,
+    with_rewind,
+)
+from .manifest import sums, verify_sums
 from .measures import WorkDone
-from .outcome import STATES, ExtensionOutcome
 from .pretrained import (
     check_same_model,
     check_source,
@@ -31,20 +36,20 @@ from .pretrained import (
     length_of,
     load_config,
     load_model,
+    load_tokenizer,
+    num_bytes,
     num_kv_heads,
+    tokenized,
 )
-from .rewind import with_rewind
+from .record import STATES, ExtensionOutcome, find_run, read_record
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
-from .tokens import load_tokenizer, num_bytes, tokenized
 from .trackers import tracking
-from .windows import EvaluationWindows, StagedBatches, one_batch
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from .run_trainer import RunTrainer
 
 PICTURE_NAME = "context.png"
 _KIND = "extension"
@@ -67,8 +72,7 @@ class _Extension:
     opened: OpenRun
     settings: ExtensionSettings
     own_length: int
-    training: Text
-    held_out: Text
+    inputs: _Inputs
     bytes_per_token: float
     model: PreTrainedModel
 
@@ -92,7 +96,7 @@ def extend(
     Raises:
         RunError: the model, the data, the folder, the disk or the device does not allow it; before anything is written.
     """
-    preflight.run_checks(preflight.EXTENDING.launch)
+    preflight.check_extend_command()
     return with_rewind(
         lambda: _begin_or_resume(settings, output, console, may_resume),
         lambda: _resume(output, console, may_begin=True),
@@ -106,16 +110,16 @@ def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
     Raises:
         RunError: no intact checkpoint, changed data, or a folder in use.
     """
-    preflight.run_checks(preflight.EXTENDING.launch)
+    preflight.check_extend_command()
     return with_rewind(lambda: _resume(folder, console), lambda: _resume(folder, console, may_begin=True), console)
 
 
 def _begin_or_resume(settings: ExtensionSettings, output: Path, console: Console, may_resume: bool) -> ExtensionOutcome:
-    preflight.run_checks(preflight.EXTENDING.settings, settings)
-    found = find_run(output, settings, "extend") if may_resume else "nothing"
-    if found == "finished":
+    preflight.check_settings(settings)
+    state = find_run(output, settings, "extend") if may_resume else "nothing"
+    if state == "finished":
         return ExtensionOutcome.of_finished(output)
-    return _resume(output, console, may_begin=True) if found == "stopped" else _begin(settings, output, console)
+    return _resume(output, console, may_begin=True) if state == "stopped" else _begin(settings, output, console)
 
 
 def _begin(settings: ExtensionSettings, output: Path, console: Console) -> ExtensionOutcome:
@@ -129,7 +133,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
         settings = settings.complete(own_length, num_kv_heads(config))
     except ValueError as error:
         raise RunError(f"--{error}") from error
-    preflight.run_checks(preflight.EXTENDING.machine, settings, output, device, config)
+    preflight.check_extend_machine(settings, output, device, config)
     inputs = _read(settings, load_tokenizer(what, settings.model, config), console)
     _check_text(inputs, settings)
     _check_model(load_model(what, settings.model, device), settings)
@@ -142,30 +146,27 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             opened=opened,
             settings=settings,
             own_length=own_length,
-            training=inputs.training,
-            held_out=inputs.held_out,
+            inputs=inputs,
             bytes_per_token=bytes_per_token,
             model=model,
         )
-        _announce(run, inputs, device)
+        _announce(run, device)
         values: dict[str, Any] = {
             "kind": _KIND,
             "own_length": own_length,
             "corpus": corpus_figures(inputs.corpus),
             "bytes_per_token": bytes_per_token,
-            "measured": {},
+            "measured": {"before": _measure(run, "before")},
         }
-        _measure(run, "before", values)
         _replace(model, settings)
-        _measure(run, "replaced", values)
-        assert opened.lease is not None
-        opened.lease.check()
+        values["measured"]["replaced"] = _measure(run, "replaced")
+        opened.check()
         # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
         if inputs.tokenizer is not None:
             inputs.tokenizer.model_max_length = settings.length
             values["tokenizer"] = sums(output, (Path(name).name for name in inputs.tokenizer.save_pretrained(output)))
-        record = opened.write_record("extend", settings, device, **values, model=figures_of(model.config))
-        return _go(run, record, device)
+        opened.write_record("extend", settings, device, **values, model=figures_of(model.config))
+        return _go(run, device)
 
 
 def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
@@ -175,15 +176,15 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
     what = f"--resume {folder}"
     with read_record(folder, "extend", finished=f"its model is in {folder}") as record:
         settings = _read_settings(record)
-    preflight.run_checks(preflight.EXTENDING.settings, settings)
+    preflight.check_settings(settings)
     settings, device = preflight.choose_machine(settings)
     check = functools.partial(check_same_model, what, record["model"])
-    with open_for_resume(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as opened:
+    with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
         checkpoint = opened.start.checkpoint
         source = settings.model if checkpoint is None else str(checkpoint)
         register()
         config = load_config(what, source)
-        preflight.run_checks(preflight.EXTENDING.machine, settings, folder, device, config)
+        preflight.check_extend_machine(settings, folder, device, config)
         tokenizer = None
         if "tokenizer" in record:
             verify_sums(folder, record["tokenizer"], what=what, remedy=RESTORE)
@@ -199,12 +200,11 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
             opened=opened,
             settings=settings,
             own_length=record["own_length"],
-            training=inputs.training,
-            held_out=inputs.held_out,
+            inputs=inputs,
             bytes_per_token=record["bytes_per_token"],
             model=model,
         )
-        return _go(run, record, device)
+        return _go(run, device)
 
 
 def _read(settings: ExtensionSettings, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> _Inputs:
@@ -261,8 +261,9 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
 
 
-def _announce(run: _Extension, inputs: _Inputs, device: str) -> None:
-    settings, text = run.settings, corpus_in_words(run.settings.data, corpus_figures(inputs.corpus))
+def _announce(run: _Extension, device: str) -> None:
+    settings, inputs = run.settings, run.inputs
+    text = describe_corpus(settings.data, corpus_figures(inputs.corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     tokens = "bytes" if inputs.tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
@@ -282,11 +283,11 @@ def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
     return [windows[index]["input_ids"] for index in range(len(windows))]
 
 
-def _measure(run: _Extension, state: str, record: dict[str, Any]) -> None:
-    """Bits per byte of every position, at both lengths, into the record."""
-    from .context_measure import bits_of_tokens
+def _measure(run: _Extension, state: str) -> dict[str, Any]:
+    """Bits per byte of every position, at both lengths, for the record."""
+    from .evaluation import bits_of_tokens
 
-    held_out = _held_out_windows(run.held_out, run.settings)
+    held_out = _held_out_windows(run.inputs.held_out, run.settings)
     start = time.perf_counter()
     curves = {}
     for context in (run.own_length, run.settings.length):
@@ -299,23 +300,24 @@ def _measure(run: _Extension, state: str, record: dict[str, Any]) -> None:
                 f"{state}, reading {context:,} tokens, the model computes NaN or infinity from finite weights in "
                 f"{run.settings.precision}; try --precision float32 or another --rotary, or begin with another model"
             )
-    record["measured"][state] = {
+    seconds = round(time.perf_counter() - start, 1)
+    words = ", ".join(f"{curve.mean():.3f} reading {context:,} tokens" for context, curve in curves.items())
+    run.opened.say(f"{state}: {words} (held-out bits per byte)")
+    return {
         "bits_per_byte": {str(context): curve.mean().item() for context, curve in curves.items()},
         "by_position": [round(value, 5) for value in curves[run.settings.length].tolist()],
         "windows": len(held_out),
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": seconds,
     }
-    words = ", ".join(f"{curve.mean():.3f} reading {context:,} tokens" for context, curve in curves.items())
-    run.opened.say(f"{state}: {words} (held-out bits per byte)")
 
 
 def _curve(record: dict[str, Any], state: str) -> Tensor:
     return torch.tensor(record["measured"][state]["by_position"], dtype=torch.float64)
 
 
-def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcome:
-    from .arguments import arguments
-    from .extension_trainer import ExtensionTrainer
+def _go(run: _Extension, device: str) -> ExtensionOutcome:
+    from .run_trainer import training_arguments
+    from .trainer import ExtensionTrainer
 
     settings, opened = run.settings, run.opened
     logits = row_logits(run.model)
@@ -325,18 +327,22 @@ def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcom
         )
     windows = tuple(max(1, settings.batch_tokens // length) for length in settings.stages)
     stages = Stages(settings.stages, stage_ends(settings.steps, len(settings.stages)), windows)
-    training = StagedBatches(run.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed)
-    evaluation = EvaluationWindows(run.held_out, settings.length, settings.eval_windows)
+    training = StagedBatches(
+        run.inputs.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed
+    )
+    evaluation = EvaluationWindows(run.inputs.held_out, settings.length, settings.eval_windows)
     if settings.gradient_checkpointing:
         # transformers 5.23 gave it this name; before it was the other.
         name = "activation_checkpointing_enable"
         getattr(run.model, name, run.model.gradient_checkpointing_enable)()
-    args = arguments(settings, opened.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    args = training_arguments(
+        settings, opened.folder, device, per_device_train_batch_size=1, per_device_eval_batch_size=1
+    )
     trainer = ExtensionTrainer(
         settings=settings,
         model=run.model,
         args=args,
-        place=opened,
+        run=opened,
         training=training,
         evaluation=evaluation,
         data_collator=one_batch,
@@ -350,34 +356,23 @@ def _go(run: _Extension, record: dict[str, Any], device: str) -> ExtensionOutcom
         flops_after=lambda done: settings.gradient_accumulation * training_flops(flops, stages, done),
     )
     with tracking(settings, opened) as trackers:
-        stopped_by = train_to_the_end(opened, trainer, work=work, trackers=trackers)
+        stopped_by = train_to_the_end(trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done == settings.steps:
             with trainer.checkpoints.writing("the trained model"):
-                _finish(run, record, trainer)
-            bits = record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
-            for tracker in trackers:
-                tracker.log(done, {"final_bits_per_byte": bits})
-    return ExtensionOutcome.of_record(opened.folder, record, done, stopped_by)
+                _finish(run)
+            bits = opened.record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
+            trackers.log(done, {"final_bits_per_byte": bits})
+    return ExtensionOutcome.of_record(opened.folder, opened.record, done, stopped_by)
 
 
-def _finish(run: _Extension, record: dict[str, Any], trainer: RunTrainer) -> None:
-    from .context_measure import draw_positions
+def _finish(run: _Extension) -> None:
+    from .evaluation import draw_positions
 
-    folder = run.opened.folder
-    _measure(run, "trained", record)
-    trainer.checkpoints.check_lease()
-    write_text(folder / SETTINGS_NAME, sealed(record))
+    opened, record = run.opened, run.opened.record
+    opened.add_to_record(measured={**record["measured"], "trained": _measure(run, "trained")})
     names = ("before", "after replacement", "after training on")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
-    draw_positions(folder / PICTURE_NAME, curves, run.own_length)
+    draw_positions(opened.folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
-    trainer.checkpoints.check_lease()
-    save_finished(
-        run.model,
-        folder,
-        run_id=run.opened.run_id,
-        step=run.settings.steps,
-        staging=run.opened.staging,
-        check=trainer.checkpoints.check_lease,
-    )
+    opened.save_finished(run.model, run.settings.steps)

@@ -54,8 +54,8 @@ def read_faults(run: Path, *kinds: Kind) -> list[dict[str, Any]]:
         return []
     with opened(path, str(path), "remove it: batches that were left out are detected again") as file:
         lines = file.read().splitlines()
-    found = [entry for entry in map(unsealed, lines) if entry is not None]
-    return [entry for entry in found if not kinds or entry["kind"] in kinds]
+    entries = [entry for entry in map(unsealed, lines) if entry is not None]
+    return [entry for entry in entries if not kinds or entry["kind"] in kinds]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

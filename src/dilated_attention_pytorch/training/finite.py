@@ -35,17 +35,17 @@ def what_is_not_finite(tensors: Mapping[str, Iterable[tuple[str, Tensor]]]) -> s
     mine: dict[str, dict[int, str]] = {}
     for kind, named in tensors.items():
         # One at a time, so that gathered tensors are not all in memory.
-        looked = [(name, _is_finite(tensor)) for name, tensor in named]
-        counts[kind] = len(looked)
-        mine[kind] = {number: name for number, (name, is_finite) in enumerate(looked) if not is_finite}
-    found: list[dict[str, dict[int, str]]] = [mine]
+        checked = [(name, _is_finite(tensor)) for name, tensor in named]
+        counts[kind] = len(checked)
+        mine[kind] = {number: name for number, (name, is_finite) in enumerate(checked) if not is_finite}
+    by_rank: list[dict[str, dict[int, str]]] = [mine]
     if not _is_alone():
-        found = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, mine)
+        by_rank = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, mine)
     sentences = []
     for kind, count in counts.items():
-        ranks = [rank for rank, its in enumerate(found) if its[kind]]
-        broken = {number: name for its in reversed(found) for number, name in its[kind].items()}
+        ranks = [rank for rank, names in enumerate(by_rank) if names[kind]]
+        broken = {number: name for names in reversed(by_rank) for number, name in names[kind].items()}
         if broken:
             names = [broken[number] for number in sorted(broken)]
             sentences.append(f"{len(names)} of {count} {kind} ({_listed(names)}){_on(ranks)}")

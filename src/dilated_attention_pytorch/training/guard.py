@@ -18,7 +18,7 @@ from dilated_attention_pytorch.errors import RunError
 from .checkpoint import fitting, latest_checkpoint
 from .faults import Kind, note_fault
 from .finite import is_finite_everywhere, what_is_not_finite
-from .rewind import RewindRequested
+from .lifecycle import RewindRequested
 from .run_checkpoints import RunCheckpoints
 from .together import from_first
 
@@ -70,7 +70,7 @@ class Guard(TrainerCallback):
     they are saved.
 
     Args:
-        checkpoints: checkpoints of the run, with its folder and settings.
+        checkpoints: checkpoints of the run.
         tensors: by kind ("weights", "optimizer states"): names and this process's tensors, or its shards of them.
         accelerator: the trainer's.
         windows: number of training windows of the whole run.
@@ -84,7 +84,7 @@ class Guard(TrainerCallback):
         windows: int,
     ) -> None:
         self.checkpoints, self.tensors, self.accelerator, self.windows = checkpoints, tensors, accelerator, windows
-        self.settings, self.place, self.args = checkpoints.settings, checkpoints.place, checkpoints.args
+        self.settings, self.run, self.args = checkpoints.settings, checkpoints.run, checkpoints.args
         self.spikes = SpikeWatch(self.settings.spike_deviations, self.settings.spike_window)
         self.state = TrainerState()
 
@@ -164,10 +164,10 @@ class Guard(TrainerCallback):
             RunError: the previous step was skipped too, or an earlier rewind did not help.
         """
         step = self.state.global_step if batch_of is None else batch_of
-        in_vain = self.place.skipped if batch_of is not None else self.place.broken
+        in_vain = self.run.skipped if batch_of is not None else self.run.broken
         if in_vain & {step, step - (batch_of is not None)}:
             raise RunError(f"{what}, after a rewind for that reason; {self.after_divergence()}")
-        where = "its beginning" if latest_checkpoint(self.place.folder) is None else "the newest checkpoint"
+        where = "its beginning" if latest_checkpoint(self.run.folder) is None else "the newest checkpoint"
         if batch_of is None:
             self.note("broken", step=step, reason=what)
             raise RewindRequested(f"{what}; rewinding to {where}")
@@ -180,6 +180,6 @@ class Guard(TrainerCallback):
 
     def note(self, kind: Kind, **values: Any) -> None:
         """Log a fault, if this job still holds the run folder."""
-        from_first(self.checkpoints.check_lease)
+        from_first(self.run.check)
         if self.args.should_save:
-            note_fault(self.place.folder, kind, **values)
+            note_fault(self.run.folder, kind, **values)

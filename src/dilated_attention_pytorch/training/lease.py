@@ -148,10 +148,10 @@ class Lease:
     def _renewed(self) -> tuple[int, int] | None:
         """What every renewal and every new holder changes; None without a lock."""
         try:
-            found = (self.run / LEASE_NAME).lstat()
+            status = (self.run / LEASE_NAME).lstat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
     def _has_living_holder(self) -> bool:
         """Whether a process of this machine holds the lease, running or stopped."""

@@ -33,12 +33,12 @@ def write_manifest(folder: Path, names: Collection[str], **about: Any) -> None:
 
 def sums(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     """Sizes and SHA-256 of files; syncs them to disk."""
-    found = {}
+    entries = {}
     for name in sorted(names):
         with open(folder / name, "rb") as file:
-            found[name] = {"bytes": os.fstat(file.fileno()).st_size, _DIGEST: _sum(file)}
+            entries[name] = {"bytes": os.fstat(file.fileno()).st_size, _DIGEST: _sum(file)}
             os.fsync(file.fileno())
-    return found
+    return entries
 
 
 def verify_manifest(folder: Path, *, what: str, remedy: str, reading: Collection[str] | None = None) -> dict[str, Any]:
@@ -66,23 +66,23 @@ def verify_sums(folder: Path, files: Any, *, what: str, remedy: str, reading: Co
     if not isinstance(files, dict):
         raise RunError(f"{what}: {folder} has no list of the files that were written there; {remedy}")
     for name in files if reading is None else reading:
-        said = files.get(name)
-        if not isinstance(said, dict):
-            raise RunError(f"{what}: {folder / name} is none of the files that were written there; {remedy}")
+        entry = files.get(name)
+        if not isinstance(entry, dict):
+            raise RunError(f"{what}: {folder / name} is not among the files that were written there; {remedy}")
         if name != Path(name).name:
-            raise RunError(f"{what}: {name!r} is no name of a file in {folder}; {remedy}")
-        _verify_file(folder / name, said, f"{what}: {folder / name}", remedy)
+            raise RunError(f"{what}: {name!r} is not the name of a file in {folder}; {remedy}")
+        _verify_file(folder / name, entry, f"{what}: {folder / name}", remedy)
 
 
-def _verify_file(path: Path, said: dict[str, Any], what: str, remedy: str) -> None:
+def _verify_file(path: Path, entry: dict[str, Any], what: str, remedy: str) -> None:
     with opened(path, what, remedy) as file:
         size = os.fstat(file.fileno()).st_size
-        if size != said.get("bytes"):
+        if size != entry.get("bytes"):
             raise RunError(
-                f"{what} is damaged or was not written to its end: it has {size:,} bytes, and {said.get('bytes')!r} "
+                f"{what} is damaged or was not written to its end: it has {size:,} bytes, and {entry.get('bytes')!r} "
                 f"were written; {remedy}"
             )
-        if _sum(file) != said.get(_DIGEST):
+        if _sum(file) != entry.get(_DIGEST):
             raise RunError(f"{what} is damaged: its bytes are not those that were written (SHA-256); {remedy}")
 
 
@@ -104,7 +104,7 @@ def opened(path: Path, what: str, remedy: str) -> Iterator[BufferedReader]:
         raise RunError(f"{what} cannot be read ({error.strerror}); {remedy}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RunError(f"{what} is no file; {remedy}")
+        raise RunError(f"{what} is not a regular file; {remedy}")
     with open(descriptor, "rb") as file:
         try:
             yield file
@@ -140,8 +140,8 @@ def read_sealed(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
         RunError: it is missing, has another format, or was changed.
     """
     values = read_json(path, what=what, remedy=remedy)
-    found = values.pop(_DIGEST, None)
-    if found is None:
+    digest = values.pop(_DIGEST, None)
+    if digest is None:
         raise RunError(
             f"{what}: {path} has no checksum of its own: it was written by an earlier version of this package, which "
             f"is the one to go on with, or by hand; {remedy}"
@@ -150,7 +150,7 @@ def read_sealed(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
         expected = _digest_of(values)
     except (ValueError, RecursionError) as error:
         raise RunError(f"{what}: {path} is damaged: not a file that this package writes ({error}); {remedy}") from error
-    if found != expected:
+    if digest != expected:
         raise RunError(f"{what}: {path} is damaged or was changed: its checksum is another one; {remedy}")
     return values
 
@@ -164,15 +164,15 @@ def read_json(path: Path, *, what: str, remedy: str) -> dict[str, Any]:
     if path.parent.exists() and not path.parent.is_dir():
         raise RunError(f"{what}: {path.parent} is a file, not a folder; {remedy}")
     with opened(path, f"{what}: {path}", remedy) as file:
-        found = file.read(_LONGEST + 1)
-    if len(found) > _LONGEST:
+        content = file.read(_LONGEST + 1)
+    if len(content) > _LONGEST:
         raise RunError(f"{what}: {path} is damaged, it is larger than any that is written; {remedy}")
     try:
-        values = json.loads(found.decode("utf-8"))
+        values = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{what}: {path} is damaged, it is no JSON ({error}); {remedy}") from error
+        raise RunError(f"{what}: {path} is damaged, it is not JSON ({error}); {remedy}") from error
     if not isinstance(values, dict):
-        raise RunError(f"{what}: {path} is damaged, it holds no JSON object; {remedy}")
+        raise RunError(f"{what}: {path} is damaged, it is not a JSON object; {remedy}")
     return values
 
 

@@ -1,7 +1,8 @@
-"""Throughput and memory measures of a run."""
+"""Measures of a run: bits per byte, throughput and memory."""
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.models.token_loss import IGNORED
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH = 0.01
@@ -28,7 +32,7 @@ class WorkDone:
     bytes_after: Callable[[int], float]
     """Maps a number of steps to bytes of text."""
     flops_after: Callable[[int], int]
-    """Maps a number of steps to the model's operations, forward and backward (:mod:`.flops`)."""
+    """Maps a number of steps to the model's operations, forward and backward."""
 
     def without(self, steps: Collection[int]) -> WorkDone:
         """The same with ``steps`` (from 1) taken without their batches."""
@@ -62,7 +66,7 @@ class WorkDone:
 def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of a square matrix product in ``dtype``: the fastest of a few, of sufficient duration.
 
-    Takes some tenths of a second. The benchmark's probe (``benchmarks.limits``) takes seconds and half a gigabyte.
+    Takes some tenths of a second.
     """
     generator = torch.Generator(device).manual_seed(0)
     rate = 0.0
@@ -96,3 +100,50 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class ByteCount:
+    """Sums of nats and bytes, per process.
+
+    Args:
+        lengths: int64 ``[vocab_size]``, bytes per token.
+        device: device of the losses.
+    """
+
+    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        self._lengths = lengths.to(device)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._before_step = self._sums.clone()
+
+    def begin_step(self, *, is_again: bool) -> None:
+        """Start a step; when a step is repeated, discard what its batches added."""
+        if is_again:
+            self._sums = self._before_step.clone()
+        else:
+            self._before_step = self._sums.clone()
+
+    def add(self, nats: Tensor, labels: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            nats: a scalar whose mean over the processes is the sum of the losses of all their labels.
+            labels: int64 ``[B, N]``; the first of every row, and -100, are not predicted.
+        """
+        predicted = labels[..., 1:]
+        self._sums[0] += nats.detach()
+        self._sums[1] += self._lengths[predicted[predicted != IGNORED]].sum()
+
+    def take(self) -> Tensor:
+        """float64 ``[1, 2]``: nats and bytes since the last call; resets them."""
+        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        return taken[None]
+
+
+def bits_per_byte(taken: Tensor, copies: int) -> float:
+    """Bits per byte from the gathered results of :meth:`ByteCount.take`.
+
+    Args:
+        taken: ``[processes, 2]``.
+        copies: number of processes that counted the same labels.
+    """
+    return float(taken[:, 0].mean() / taken[:, 1].sum()) * copies / math.log(2)

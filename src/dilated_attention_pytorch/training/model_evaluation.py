@@ -16,17 +16,17 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine, set_threads
 from dilated_attention_pytorch.memory import is_out_of_memory
-from dilated_attention_pytorch.output import check_new_file, replacing, write_text
+from dilated_attention_pytorch.output import check_new_file, write_text
 
 from . import preflight
-from .context_measure import binned, bits_of_tokens, predicted
 from .data.documents import documents_of, held_out_rows
+from .data.windows import EvaluationWindows
+from .eight_bit import Weights, import_torchao, make_small, weight_bytes
 from .evaluated_model import EvaluatedModel, open_model
+from .evaluation import binned, bits_of_tokens, chart, predicted
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
 from .run_settings import LARGEST_SEED, LONGEST_TEXT, Device, Precision, check_choice, check_number
-from .small_weights import Weights, import_torchao, make_small, weight_bytes
-from .windows import EvaluationWindows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,7 +116,7 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     opened = open_model(model, device)
     make_small(opened.model, settings.weights)
     lengths = sorted(settings.lengths) or _lengths_up_to(2 * opened.own_length)
-    for name, reason in opened.left.items():
+    for name, reason in opened.rejected.items():
         say(f"{name} is skipped, {opened.weights} is used instead: {reason}")
     held_out = _held_out(opened, settings, max(lengths), say)
     _check_length(model, opened, held_out.windows[0], precision)
@@ -162,17 +162,17 @@ def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, say: 
             f"--data holds out {least:,} tokens, fewer than one window of --lengths {length}; give more "
             f"text, or --lengths of at most {least}"
         )
-    found = _HeldOut([], [])
+    held_out = _HeldOut([], [])
     for text, weight in zip(texts, weights, strict=True):
         count = max(1, int(settings.windows * weight / sum(weights)))
         windows = EvaluationWindows(text, length, count)
-        found.windows.extend(windows[index]["input_ids"] for index in range(len(windows)))
+        held_out.windows.extend(windows[index]["input_ids"] for index in range(len(windows)))
         if opened.reads_documents:
             rows = held_out_rows(text, length, count)
-            found.texts.extend(document for row in rows for document in documents_of(row) if len(document) > 1)
-    for tokens in (*found.windows, *found.texts):
+            held_out.texts.extend(document for row in rows for document in documents_of(row) if len(document) > 1)
+    for tokens in (*held_out.windows, *held_out.texts):
         opened.check_tokens(tokens)
-    return found if opened.reads_documents else _HeldOut(found.windows, found.windows)
+    return held_out if opened.reads_documents else _HeldOut(held_out.windows, held_out.windows)
 
 
 def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision: str) -> None:
@@ -265,12 +265,12 @@ def _needles(
             )
             for number in range(settings.recall_texts)
         ]
-        found = [look(task) for task in tasks]
+        answers = [look(task) for task in tasks]
         yield {
             "distance": distance,
-            "again": statistics.fmean(bits / asked.num_bytes for one in found for asked, bits, _ in one.again),
+            "again": statistics.fmean(bits / asked.num_bytes for answer in answers for asked, bits, _ in answer.again),
             "first": statistics.fmean(
-                one.first / task.again[0].num_bytes for one, task in zip(found, tasks, strict=True)
+                answer.first / task.again[0].num_bytes for answer, task in zip(answers, tasks, strict=True)
             ),
         }
 
@@ -357,45 +357,41 @@ def print_result(result: Mapping[str, Any], console: Console) -> None:
 
 def draw_result(result: Mapping[str, Any], file: Path) -> None:
     """Plot a result."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    by_length, by_position, by_needle, by_pair = figure.subplots(2, 2).flat
-    lengths = {int(length): bits for length, bits in result["bits_per_byte"].items()}
-    _draw(by_length, "tokens read at most", "bits per byte, held-out", {"": (list(lengths), list(lengths.values()))})
-    by_length.axvline(result["own_length"], color="black", linestyle="--", linewidth=1, label="its own length")
-    by_length.legend()
-    curves = {
-        f"reading {int(name):,}": tuple(zip(*points, strict=True)) for name, points in result["by_position"].items()
-    }
-    _draw(by_position, "position in the text that is read, tokens", "bits per byte, held-out", curves)
-    rows = result.get("needle", [])
-    distances = [row["distance"] for row in rows]
-    _draw(
-        by_needle,
-        "distance, tokens",
-        "bits per byte of random letters",
-        {
-            "where they come again": (distances, [row["again"] for row in rows]),
-            "where they came first": (distances, [row["first"] for row in rows]),
-        },
-    )
-    rows = result.get("associations", [])
-    answered = ([row["distance"] for row in rows], [row["answered"] for row in rows])
-    _draw(by_pair, "distance, tokens", "second words known by their first", {"": answered})
-    by_pair.set_ylim(-0.03, 1.03)
-    with replacing(file) as staged:
-        figure.savefig(staged, dpi=120, format="png")
+    with chart(file, (10, 7.5)) as figure:
+        by_length, by_position, by_needle, by_pair = figure.subplots(2, 2).flat
+        lengths = {int(length): bits for length, bits in result["bits_per_byte"].items()}
+        _draw(
+            by_length, "tokens read at most", "bits per byte, held-out", {"": (list(lengths), list(lengths.values()))}
+        )
+        by_length.axvline(result["own_length"], color="black", linestyle="--", linewidth=1, label="its own length")
+        by_length.legend()
+        curves = {
+            f"reading {int(name):,}": tuple(zip(*points, strict=True)) for name, points in result["by_position"].items()
+        }
+        _draw(by_position, "position in the text that is read, tokens", "bits per byte, held-out", curves)
+        rows = result.get("needle", [])
+        distances = [row["distance"] for row in rows]
+        _draw(
+            by_needle,
+            "distance, tokens",
+            "bits per byte of random letters",
+            {
+                "where they come again": (distances, [row["again"] for row in rows]),
+                "where they came first": (distances, [row["first"] for row in rows]),
+            },
+        )
+        rows = result.get("associations", [])
+        answered = ([row["distance"] for row in rows], [row["answered"] for row in rows])
+        _draw(by_pair, "distance, tokens", "second words known by their first", {"": answered})
+        by_pair.set_ylim(-0.03, 1.03)
 
 
 def _draw(axes: Axes, x: str, y: str, curves: Mapping[str, Any]) -> None:
-    for name, (places, values) in curves.items():
-        axes.plot(places, values, marker="o", markersize=3, label=name or None)
+    for name, (positions, values) in curves.items():
+        axes.plot(positions, values, marker="o", markersize=3, label=name or None)
     if any(curves):
         axes.legend()
-    if any(places for places, _ in curves.values()):
+    if any(positions for positions, _ in curves.values()):
         axes.set_xscale("log", base=2)
     else:
         axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)

@@ -32,7 +32,7 @@ def check_folder(folder: Path) -> None:
             f"--offload nvme reads and writes with libaio of Linux, got {sys.platform}; take --offload parameters"
         )
     if not folder.is_dir():
-        raise RunError(f"--offload-folder {folder} is no folder; name one on a disk of this machine, or create it")
+        raise RunError(f"--offload-folder {folder} is not a folder; name one on a disk of this machine, or create it")
     try:
         descriptor, name = tempfile.mkstemp(dir=folder)
     except OSError as error:
@@ -94,13 +94,13 @@ def own_folder(settings: TrainSettings) -> Path | None:
 def file_options(model: nn.Module, folder: Path) -> dict[str, Any]:
     """DeepSpeed's ZeRO options that keep weights and the optimizer's state of ``model`` in files in ``folder``."""
     largest = max(-(-weight.numel() // dist.get_world_size()) for weight in model.parameters())
-    place = {"device": "nvme", "nvme_path": str(folder)}
+    device = {"device": "nvme", "nvme_path": str(folder)}
     return {
         "sub_group_size": SUBGROUP,
-        "offload_optimizer": {**place, "buffer_count": _OPTIMIZER_BUFFERS},
+        "offload_optimizer": {**device, "buffer_count": _OPTIMIZER_BUFFERS},
         # Buffers are of a multiple of what the operator reads at once.
         "offload_param": {
-            **place,
+            **device,
             "buffer_count": _BUFFERS,
             "buffer_size": -(-largest // 4096) * 4096,
             "max_in_cpu": 0,

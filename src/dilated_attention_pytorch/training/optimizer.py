@@ -39,13 +39,13 @@ class ShardedMuon(torch.optim.Muon):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"]
-                whole = nn.Parameter(parameter.full_tensor())
-                whole.grad = parameter.grad.full_tensor()
-                muon = torch.optim.Muon([whole], **options)
-                muon.state[whole]["momentum_buffer"] = buffer.full_tensor()
+                full = nn.Parameter(parameter.full_tensor())
+                full.grad = parameter.grad.full_tensor()
+                muon = torch.optim.Muon([full], **options)
+                muon.state[full]["momentum_buffer"] = buffer.full_tensor()
                 muon.step()
-                _take_part(parameter, whole)
-                _take_part(buffer, muon.state[whole]["momentum_buffer"])
+                _take_part(parameter, full)
+                _take_part(buffer, muon.state[full]["momentum_buffer"])
         return loss
 
 
@@ -57,9 +57,9 @@ def _evaluated(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-def _take_part(sharded: DTensor, whole: Tensor) -> None:
-    """Set the shard of this process from ``whole``, which every process has."""
-    sharded.copy_(distribute_tensor(whole.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None))
+def _take_part(sharded: DTensor, full: Tensor) -> None:
+    """Set the shard of this process from ``full``, which every process has."""
+    sharded.copy_(distribute_tensor(full.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None))
 
 
 class _InFloat32(TorchFunctionMode):
@@ -156,13 +156,13 @@ class BFloat16AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step; ``closure`` is evaluated once before."""
         loss = _evaluated(closure)
-        places = ((group, parameter) for group in self.param_groups for parameter in group["params"])
-        for place, (group, parameter) in enumerate(places):
+        stepped = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        for number, (group, parameter) in enumerate(stepped):
             if parameter.grad is not None:
-                self._step(group, parameter, parameter.grad, place)
+                self._step(group, parameter, parameter.grad, number)
         return loss
 
-    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: int) -> None:
+    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, number: int) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -192,7 +192,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
             maximize=False,
         )
         state["step"] += 1
-        drawn = random.Random(f"{self.seed}:{int(state['step'])}:{place}").getrandbits(63)
+        drawn = random.Random(f"{self.seed}:{int(state['step'])}:{number}").getrandbits(63)
         generator = torch.Generator(weight.device).manual_seed(drawn)
         for name, moment in zip(_MOMENTS, moments, strict=True):
             _local(state[name]).copy_(round_at_random(moment, generator))

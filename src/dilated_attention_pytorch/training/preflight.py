@@ -7,11 +7,8 @@ import math
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
@@ -27,8 +24,8 @@ from dilated_attention_pytorch.output import check_free_folder
 
 from .autocast import multiplies_bfloat16
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, checkpoints
+from .eight_bit import check_float8
 from .extension_settings import ExtensionSettings
-from .float8 import check_float8
 from .lease import LEASE_FILES
 from .pretrained import num_parameters
 from .run_settings import Device, Precision
@@ -162,13 +159,13 @@ def check_processes(settings: TrainSettings, processes: int, *, launch: str = _L
         )
     if tensor > 1 and settings.data_parallel == "ddp" and processes > tensor:
         raise RunError(
-            f"--tensor-parallel {tensor} beside {processes // tensor} groups of processes that read other rows "
+            f"--tensor-parallel {tensor} with {processes // tensor} groups of processes that read other rows "
             "needs weights that know where they are; add --data-parallel fsdp"
         )
     if settings.optimizer == "adamw-8bit" and (tensor > 1 or settings.data_parallel == "fsdp"):
         raise RunError(
             "--optimizer adamw-8bit steps whole weights, and --tensor-parallel and --data-parallel fsdp split them; "
-            "take adamw-bf16 beside them"
+            "take adamw-bf16 with them"
         )
     if tensor > 1 and settings.precision == "float8":
         raise RunError(
@@ -176,7 +173,7 @@ def check_processes(settings: TrainSettings, processes: int, *, launch: str = _L
         )
     if settings.compile and (together > 1 or settings.data_parallel == "fsdp"):
         raise RunError(
-            "--compile is for a model whose weights and rows one process has; leave it out beside --context-parallel, "
+            "--compile is for a model whose weights and rows one process has; leave it out with --context-parallel, "
             "--tensor-parallel and --data-parallel fsdp"
         )
 
@@ -259,29 +256,6 @@ def check_space(output: Path, num_parameters: int, settings: TrainSettings | Ext
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checks(Generic[_Settings]):
-    """The checks before a run of one command begins or is resumed, in their order: cheap ones first.
-
-    Each raises :class:`RunError`. Text and weights are read after all of them.
-    """
-
-    launch: tuple[Callable[[], None], ...]
-    """Checks of this process, before anything is read."""
-    settings: tuple[Callable[[_Settings], None], ...]
-    """Checks of the settings, by each process alone."""
-    processes: tuple[Callable[[_Settings], None], ...] = ()
-    """Checks of the settings for the number of processes, with which a run may be resumed that began with others."""
-    machine: tuple[Callable[..., None], ...]
-    """Checks of settings, run folder and device, by all processes together."""
-
-
-def run_checks(checks: Iterable[Callable[..., None]], *subject: Any) -> None:
-    """Call every check with ``subject``, in order."""
-    for check in checks:
-        check(*subject)
-
-
 def choose_machine(settings: _Settings) -> tuple[_Settings, str]:
     """The settings with precision and number of CPU threads (which is set), and the device.
 
@@ -293,33 +267,45 @@ def choose_machine(settings: _Settings) -> tuple[_Settings, str]:
     return dataclasses.replace(settings, precision=precision, threads=threads), device
 
 
-def _check_extension(settings: ExtensionSettings, folder: Path, device: str, config: PreTrainedConfig) -> None:
+def check_train_command() -> None:
+    """Checks of `train` before anything is read; each check raises :class:`RunError`, as all here do."""
+    check_packages("training")
+    check_launch()
+
+
+def check_extend_command() -> None:
+    """Checks of `extend` before anything is read."""
+    check_packages("training")
+    check_alone(
+        "extend",
+        "for several call extend_context and give the model to your own trainer (FSDP2, DeepSpeed): "
+        "docs/long-context.md",
+    )
+
+
+def check_settings(settings: TrainSettings | ExtensionSettings) -> None:
+    """Checks of the settings of a run, by each process alone, when it begins and when it is resumed."""
+    check_optimizer(settings.optimizer)
+    check_trackers(settings)
+    if isinstance(settings, ExtensionSettings):
+        check_no_float8(settings.precision, "extend")
+
+
+def check_current_processes(settings: TrainSettings) -> None:
+    """Checks of the settings for the number of processes; a run may be resumed with another number."""
+    check_zero_here(settings)
+    check_processes(settings, num_processes())
+
+
+def check_train_machine(settings: TrainSettings, folder: Path, device: str) -> None:
+    """Checks of memory and disk for `train`, by all processes together; text is read after them."""
+    check_training_memory(settings, device, num_processes())
+    check_space(folder, settings.model.num_parameters, settings)
+    check_offload(settings, device)
+
+
+def check_extend_machine(settings: ExtensionSettings, folder: Path, device: str, config: PreTrainedConfig) -> None:
+    """Checks of memory and disk for `extend`, with the configuration of its model; text is read after them."""
     number = num_parameters(f"--model {settings.model}", config)
     check_extension_memory(settings, config, number, device)
     check_space(folder, number, settings)
-
-
-_SEVERAL = (
-    "for several call extend_context and give the model to your own trainer (FSDP2, DeepSpeed): docs/long-context.md"
-)
-TRAINING: Checks[TrainSettings] = Checks(
-    launch=(partial(check_packages, "training"), check_launch),
-    settings=(lambda settings: check_optimizer(settings.optimizer), check_trackers),
-    processes=(check_zero_here, lambda settings: check_processes(settings, num_processes())),
-    machine=(
-        lambda settings, _, device: check_training_memory(settings, device, num_processes()),
-        lambda settings, folder, _: check_space(folder, settings.model.num_parameters, settings),
-        lambda settings, _, device: check_offload(settings, device),
-    ),
-)
-"""Checks of `train`."""
-EXTENDING: Checks[ExtensionSettings] = Checks(
-    launch=(partial(check_packages, "training"), partial(check_alone, "extend", _SEVERAL)),
-    settings=(
-        lambda settings: check_optimizer(settings.optimizer),
-        check_trackers,
-        lambda settings: check_no_float8(settings.precision, "extend"),
-    ),
-    machine=(_check_extension,),
-)
-"""Checks of `extend`; those of the machine get the configuration of its model, too."""

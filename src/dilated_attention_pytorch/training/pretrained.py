@@ -1,4 +1,4 @@
-"""Loading of pretrained transformers models and their configurations."""
+"""Pretrained models of transformers: their configurations, weights and tokenizers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dilated_attention_pytorch.errors import RunError
 
 from .checkpoint import SETTINGS_NAME
+from .data.corpus import Text
 from .finite import what_is_not_finite
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _SECONDS = 5.0
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _REMEDY = "name a folder with config.json and weights, or a model of the hub"
 
 
@@ -156,7 +158,7 @@ def load_model(what: str, model: str, device: str, *, attention: str | None = No
     chosen = {} if attention is None else {"attn_implementation": attention}
     refusals: tuple[type[Exception], ...] = (OSError, SafetensorError, *configuration_errors())
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, **chosen
         )
     except pickle.UnpicklingError as error:
@@ -166,11 +168,11 @@ def load_model(what: str, model: str, device: str, *, attention: str | None = No
         ) from error
     except refusals as error:
         raise RunError(f"{what}: the weights of {model} cannot be loaded ({error}); copy them again") from error
-    loaded: PreTrainedModel = found[0]
-    missing = sorted(found[1]["missing_keys"])
+    loaded: PreTrainedModel = result[0]
+    missing = sorted(result[1]["missing_keys"])
     if missing:
         raise RunError(
-            f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is no trained "
+            f"{what}: {len(missing)} weights are missing in it ({missing[0]} the first), so it is not a trained "
             "causal language model; name another one"
         )
     broken = what_is_not_finite({"weights": loaded.named_parameters()})
@@ -197,3 +199,64 @@ def check_same_model(what: str, figures: dict[str, Any], checkpoint: Path) -> No
             f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "
             f"({', '.join(names)} differ); bring the two of one run together again"
         )
+
+
+def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model; None for a model with a vocabulary of the 256 bytes and no tokenizer.
+
+    Raises:
+        RunError: it has no tokenizer, and its tokens are not bytes.
+    """
+    from transformers import AutoTokenizer
+
+    from dilated_attention_pytorch.integrations.transformers.config import configuration_errors
+
+    if Path(model).is_dir() and not any((Path(model) / name).exists() for name in _TOKENIZER_FILES):
+        if config.get_text_config().vocab_size == 256:
+            return None
+        raise RunError(
+            f"{what}: it has {config.get_text_config().vocab_size} tokens and no tokenizer "
+            f"({_TOKENIZER_FILES[0]}) in its folder; copy the tokenizer's files there"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # of a damaged file the library tokenizers raises the class itself: nothing is narrower
+        if not (isinstance(error, (OSError, *configuration_errors())) or type(error) is Exception):
+            raise  # tokenizers raises plain Exception for damaged files; subclasses are other errors
+        raise RunError(f"{what}: the tokenizer of {model} cannot be loaded ({error}); copy its files again") from error
+    if _separator(tokenizer) is None:
+        raise RunError(
+            f"{what}: its tokenizer has neither a bos_token nor an eos_token to put between texts; set one of "
+            "them in tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def _separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    first: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if first is None else first
+
+
+def num_bytes(tokens: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Number of bytes of text in ``tokens``; a separator counts as one."""
+    if tokenizer is None:
+        return len(tokens)
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return len(text.encode()) + tokens.tolist().count(_separator(tokenizer))
+
+
+def tokenized(text: Text, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    """The files of ``text`` as tokens, each preceded by the tokenizer's separator; bytes unchanged without one."""
+    if tokenizer is None:
+        return text
+    separator = _separator(tokenizer)
+    assert separator is not None
+    files = [text.file(index)[1:].numpy().tobytes().decode() for index in range(len(text.file_starts))]
+    # Some tokenizers warn beyond the model's maximum length, which this run changes.
+    tokens: list[int] = []
+    starts = []
+    for ids in tokenizer(files, add_special_tokens=False, verbose=False)["input_ids"]:
+        starts.append(len(tokens))
+        tokens.append(separator)
+        tokens.extend(ids)
+    return Text(torch.tensor(tokens, dtype=torch.int32), torch.tensor(starts, dtype=torch.int64))

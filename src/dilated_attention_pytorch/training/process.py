@@ -98,11 +98,11 @@ def launch() -> Launch | None:
 
 def launch_record(launches: Iterable[Launch | None]) -> dict[str, Any] | None:
     """The record of the launches of a run's processes."""
-    known = [found for found in launches if found is not None]
+    known = [entry for entry in launches if entry is not None]
     if not known:
         return None
     agents: list[dict[str, Any]] = []
-    for found in known:
-        if found.agent.to_dict() not in agents:
-            agents.append(found.agent.to_dict())
+    for entry in known:
+        if entry.agent.to_dict() not in agents:
+            agents.append(entry.agent.to_dict())
     return {"name": known[0].name, "agents": agents}

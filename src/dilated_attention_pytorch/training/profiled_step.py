@@ -14,14 +14,14 @@ from dilated_attention_pytorch.machine import set_threads
 from dilated_attention_pytorch.output import check_free_folder, make_output, write_text
 
 from .autocast import autocast
+from .data.corpus import check_same_corpus
 from .data.run_data import read_data, read_tokenizer, verify_tokenizer
-from .lifecycle import check_same_corpus
+from .data.windows import Window
 from .optimizer import build_optimizer
-from .outcome import recorded_run
 from .preflight import check_optimizer, choose_device, choose_precision
+from .record import recorded, train_settings
 from .settings import TrainSettings
 from .stages import Stages
-from .windows import Window
 
 TRACE_NAME, TABLE_NAME = "trace.json", "profile.txt"
 _REMEDY = "name the --output of a `train` command"
@@ -49,7 +49,8 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     check_free_folder(output)
     if not 1 <= steps <= _MOST_STEPS:
         raise RunError(f"profile: --steps must be from 1 to {_MOST_STEPS}, got {steps}")
-    record, settings = recorded_run(run, "profile", _REMEDY)
+    with recorded(run, "profile", _REMEDY) as record:
+        settings = train_settings(record)
     if settings is None:
         raise RunError(f"profile takes steps of runs of `train`, and {run} is one of `extend`; {_REMEDY}")
     if settings.context_parallel > 1 or settings.tensor_parallel > 1 or settings.max_tokens:

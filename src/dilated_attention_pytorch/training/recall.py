@@ -39,12 +39,14 @@ def draw(texts: int, length: int, pairs: int, generator: torch.Generator, questi
     """Pairs with distinct keys at random even positions before the questions, each of which asks for one of them."""
     context = length - questions
     tokens = torch.randint(NOISE, (texts, context), generator=generator) + KEYS + VALUES
-    places = 2 * torch.rand(texts, context // 2, generator=generator).argsort(1)[:, :pairs]
+    key_positions = 2 * torch.rand(texts, context // 2, generator=generator).argsort(1)[:, :pairs]
     keys = torch.rand(texts, KEYS, generator=generator).argsort(1)[:, :pairs]
     values = torch.randint(VALUES, (texts, pairs), generator=generator)
-    tokens.scatter_(1, places, keys).scatter_(1, places + 1, values + KEYS)
+    tokens.scatter_(1, key_positions, keys).scatter_(1, key_positions + 1, values + KEYS)
     asked = torch.randint(pairs, (texts, questions), generator=generator)
-    return Texts(torch.cat([tokens, keys.gather(1, asked)], 1), values.gather(1, asked), places.gather(1, asked) + 1)
+    return Texts(
+        torch.cat([tokens, keys.gather(1, asked)], 1), values.gather(1, asked), key_positions.gather(1, asked) + 1
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_new_file, write_text
 
 from .callbacks import read_metrics
-from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
-from .manifest import read_sealed
+from .checkpoint import WEIGHTS_NAME
+from .record import recorded
 from .stragglers import stragglers
 
 if TYPE_CHECKING:
@@ -92,15 +92,10 @@ def read_run(folder: Path) -> RecordedRun:
     Raises:
         RunError: the folder is not a run folder, or its record is damaged.
     """
-    if not folder.is_dir():
-        raise RunError(f"report: {folder} is not a run folder; {_REMEDY}")
-    record = read_sealed(folder / SETTINGS_NAME, what="report", remedy=_REMEDY)
-    entries = read_metrics(folder)
-    try:
+    with recorded(folder, "report", _REMEDY) as record:
+        entries = read_metrics(folder)
         settings = dict(_flat(record["settings"]))
         figures = dict(_figures(folder, record, entries))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"report: {folder / SETTINGS_NAME} describes no run ({error}); {_REMEDY}") from error
     return RecordedRun(str(folder), "extend" if "kind" in record else "train", settings, figures, entries)
 
 

@@ -62,8 +62,8 @@ def row_logits(model: PreTrainedModel) -> RowLogits | None:
             for factor in (1.0, _LARGE):
                 with _scaled_input(output, factor):
                     expected = model(tokens, use_cache=False).logits
-                    found = output(parts.hidden(tokens))
-                if found.shape != expected.shape or not _are_close(found, expected):
+                    computed = output(parts.hidden(tokens))
+                if computed.shape != expected.shape or not _are_close(computed, expected):
                     return None
             loss = model(tokens, labels=tokens, use_cache=False).loss
             ours = token_loss(output(parts.hidden(tokens)), next_tokens(tokens))
@@ -83,5 +83,5 @@ def _scaled_input(output: nn.Module, factor: float) -> Iterator[None]:
         handle.remove()
 
 
-def _are_close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())
+def _are_close(computed: Tensor, expected: Tensor) -> bool:
+    return bool((computed - expected).abs().max() <= _ROUNDING * expected.abs().max())

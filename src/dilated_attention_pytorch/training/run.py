@@ -16,38 +16,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.estimate.memory import check_training_memory
+from dilated_attention_pytorch.estimate.parallel_choice import choose_parallel
 from dilated_attention_pytorch.machine import package_digest, package_version, versions
 from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME, save_finished
-from .corpus import corpus_in_words
+from .checkpoint import SETTINGS_NAME
+from .data.corpus import check_same_corpus, describe_corpus
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import describe_skipped
-from .float8 import convert_to_float8
+from .eight_bit import convert_to_float8
 from .lifecycle import (
-    Found,
     OpenRun,
     begin,
-    check_same_corpus,
-    find_run,
     naming_ranks,
     open_for_resume,
-    read_record,
     train_to_the_end,
+    with_rewind,
 )
-from .manifest import read_sealed, sealed
-from .outcome import SAMPLE_NAME, Outcome
-from .parallel_choice import choose_together
+from .manifest import read_sealed
 from .process import launch, launch_record
-from .rewind import with_rewind
+from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
-from .spreading import spread_anew
+from .spreading import respread
 from .stages import Stages
-from .together import check_alike, from_all, from_first, in_first, is_first_process, joined, num_processes
+from .together import all_or_none, check_alike, from_all, from_first, in_first, joined, num_processes, say_once
 from .trackers import tracking
-from .verification import check_same_model
+from .trained_model import check_same_model
 from .zero import zero_stage
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
 
     from .trainer import LongNetTrainer
 
-_OF_EACH_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
+_PER_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
 """Settings that may differ between processes; of the text and the tokenizer the contents are compared."""
 
 
@@ -68,7 +65,6 @@ class _Run:
 
     opened: OpenRun
     settings: TrainSettings
-    device: str
     data: RunData
     model: LongNetForCausalLM
     args: TrainingArguments
@@ -90,7 +86,7 @@ def train(settings: TrainSettings, output: Path, console: Console, *, may_resume
         RunError: the data, the folder, the disk or the device does not allow it; before anything is written.
     """
     end_with_launcher(os.environ)
-    preflight.run_checks(preflight.TRAINING.launch)
+    preflight.check_train_command()
     return with_rewind(
         lambda: _begin_or_resume(settings, output, console, may_resume),
         lambda: _resume(output, console, {}, may_begin=True),
@@ -102,14 +98,14 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
     """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
 
     With another number of processes, or ``changes`` of the distribution over them, the steps take the same windows
-    (:func:`.spreading.spread_anew`); results then differ by rounding, and in the random numbers of dropout.
+    (:func:`.spreading.respread`); results then differ by rounding, and in the random numbers of dropout.
     ``changes`` may also set what to do about bad batches (:data:`.spreading.ON_FAULTS`).
 
     Raises:
         RunError: no intact checkpoint, changed data, or a folder in use.
     """
     end_with_launcher(os.environ)
-    preflight.run_checks(preflight.TRAINING.launch)
+    preflight.check_train_command()
     return with_rewind(
         lambda: _resume(run, console, changes or {}),
         lambda: _resume(run, console, changes or {}, may_begin=True),
@@ -118,13 +114,12 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
 
 
 def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, may_resume: bool) -> Outcome:
-    checks = preflight.TRAINING
-    preflight.run_checks(checks.settings, settings)
+    preflight.check_settings(settings)
     is_again = _was_begun_by_this_launch(output)
     if not (may_resume or is_again):
-        preflight.run_checks(checks.processes, settings)
+        preflight.check_current_processes(settings)
 
-    def find() -> Found:
+    def find() -> RunState:
         if may_resume:
             return find_run(output, settings, "train")
         return "stopped" if is_again else "nothing"
@@ -132,11 +127,11 @@ def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, ma
     chosen, device = preflight.choose_machine(settings)
     with _joined(chosen, output, device, "train") as args:
         # The file systems of several hosts may not show the same files yet.
-        found = from_first(find)
-        if found == "finished":
+        state = from_first(find)
+        if state == "finished":
             return Outcome.of_finished(output)
-        if found == "nothing":
-            preflight.run_checks(checks.processes, settings)
+        if state == "nothing":
+            preflight.check_current_processes(settings)
             return _begin(chosen, output, console, device, args)
     return _resume(output, console, {}, may_begin=True)
 
@@ -153,7 +148,7 @@ def _begin(settings: TrainSettings, output: Path, console: Console, device: str,
             model.config.save_pretrained(output)
 
         in_first(write_record)
-        return _go(_Run(opened=opened, settings=settings, device=device, data=data, model=model, args=args))
+        return _go(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
 def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
@@ -162,33 +157,32 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
         settings = TrainSettings.from_dict(record["settings"])
         processes = int(record["processes"])
     try:
-        settings = spread_anew(settings, processes, num_processes(), changes)
+        settings = respread(settings, processes, num_processes(), changes)
     except (RunError, ValueError) as error:
         raise RunError(f"--resume {folder}: {error}") from error
-    preflight.run_checks(preflight.TRAINING.settings, settings)
-    preflight.run_checks(preflight.TRAINING.processes, settings)
+    preflight.check_settings(settings)
+    preflight.check_current_processes(settings)
     settings, device = preflight.choose_machine(settings)
-    if num_processes() != processes and is_first_process():
-        console.print(
+    if num_processes() != processes:
+        say_once(
+            console,
             f"the run began with {processes} processes and goes on with {num_processes()}: batches of "
             f"{settings.batch_size} windows, {settings.gradient_accumulation} of them a step",
-            highlight=False,
-            soft_wrap=True,
         )
     with _joined(settings, folder, device, "resume") as args:
         settings, data, model = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
-        with open_for_resume(folder, console, run_id=record["run"], check=check, may_begin=may_begin) as opened:
-            return _go(_Run(opened=opened, settings=settings, device=device, data=data, model=model, args=args))
+        with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
+            return _go(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
 def _prepared(
     settings: TrainSettings, folder: Path, device: str, console: Console, record: dict[str, Any] | None = None
 ) -> tuple[TrainSettings, RunData, LongNetForCausalLM]:
     """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``."""
-    preflight.run_checks(preflight.TRAINING.machine, settings, folder, device)
+    preflight.check_train_machine(settings, folder, device)
     if record is None:
-        settings = choose_together(settings, device, console)
+        settings = _choose_together(settings, device, console)
     else:
         verify_tokenizer(folder, record)
     tokenizer = read_tokenizer(settings, None if record is None else folder)
@@ -199,6 +193,21 @@ def _prepared(
     else:
         check_same_corpus(data.figures, record["corpus"], folder)
     return settings, data, _build(settings)
+
+
+def _choose_together(settings: TrainSettings, device: str, console: Console) -> TrainSettings:
+    """:func:`choose_parallel` for all processes of a run with ``--parallel auto``; prints the reason once.
+
+    Raises:
+        RunError: the choice needs more memory than there is.
+    """
+    if settings.parallel == "manual":
+        return settings
+    # The first process decides: free memory differs between hosts.
+    chosen, reason = from_first(lambda: choose_parallel(settings, device, num_processes()))
+    say_once(console, reason)
+    all_or_none(lambda: check_training_memory(chosen, device, num_processes()))
+    return chosen
 
 
 def _was_begun_by_this_launch(output: Path) -> bool:
@@ -216,10 +225,10 @@ def _was_begun_by_this_launch(output: Path) -> bool:
 @contextmanager
 def _joined(settings: TrainSettings, folder: Path, device: str, command: str) -> Iterator[TrainingArguments]:
     """Context in which the processes communicate; checks that all have the same settings; builds TrainingArguments."""
-    from .arguments import arguments
+    from .run_trainer import training_arguments
 
     with joined("nccl" if device == "cuda" else "gloo", settings.timeout):
-        args = arguments(
+        args = training_arguments(
             settings,
             folder,
             device,
@@ -232,7 +241,7 @@ def _joined(settings: TrainSettings, folder: Path, device: str, command: str) ->
             accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": zero_stage(settings) > 0}},
         )
         assert args.device is not None  # reading it makes accelerate choose the device
-        same = {name: value for name, value in settings.to_dict().items() if name not in _OF_EACH_HOST}
+        same = {name: value for name, value in settings.to_dict().items() if name not in _PER_HOST}
         package = {"dilated_attention_pytorch": f"{package_version('dilated-attention-pytorch')} ({package_digest()})"}
         check_alike(
             {
@@ -279,7 +288,7 @@ def _go(run: _Run) -> Outcome:
         args=args,
         settings=settings,
         distribution=distribution,
-        place=opened,
+        run=opened,
         data=run.data,
         stages=stages,
         training=training,
@@ -294,7 +303,7 @@ def _go(run: _Run) -> Outcome:
         torch.manual_seed(random.Random(f"{settings.seed}:{distribution.rows_rank}").getrandbits(63))
     with closing(distribution), tracking(settings, opened) as trackers:
         work = run.data.work(training, stages, windows_per_step)
-        stopped_by = train_to_the_end(opened, trainer, work=work, trackers=trackers)
+        stopped_by = train_to_the_end(trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done < settings.steps:
             if trainer.is_world_process_zero():
@@ -302,16 +311,19 @@ def _go(run: _Run) -> Outcome:
             return Outcome(run=opened.folder, step=done, stopped_by=stopped_by)
         with naming_ranks("evaluating", trainer):
             outcome = _finish(run, trainer, evaluation, xz)
-        for tracker in trackers:
-            assert outcome.bits_per_byte is not None
-            tracker.log(done, {"final_bits_per_byte": outcome.bits_per_byte})
+        assert outcome.bits_per_byte is not None
+        trackers.log(done, {"final_bits_per_byte": outcome.bits_per_byte})
     return outcome
 
 
 def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, training: str, xz: float) -> None:
-    settings, text = run.settings, corpus_in_words(run.settings.data, run.data.figures)
+    settings, text = run.settings, describe_corpus(run.settings.data, run.data.figures)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    where = f"{settings.threads} CPU threads" if run.device == "cpu" else f"{trainer.args.world_size} CUDA device(s)"
+    where = (
+        f"{settings.threads} CPU threads"
+        if run.args.device.type == "cpu"
+        else f"{trainer.args.world_size} CUDA device(s)"
+    )
     spread = trainer.distribution.describe()
     run.opened.say(
         f"text: {text}{describe_skipped(run.data.skipped, '; left out: ')}",
@@ -325,7 +337,7 @@ def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, traini
 
 def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: float) -> Outcome:
     from .evaluation import bits_by_quarter, bits_of_last_quarter_alone, draw_losses
-    from .sampling import sample_text
+    from .trained_model import sample_text
 
     settings, opened, folder = run.settings, run.opened, run.opened.folder
     if trainer.is_world_process_zero():
@@ -334,7 +346,7 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_bits_per_byte"]
     files, lengths = run.data.long_files(), run.data.byte_lengths
     # Every process evaluates the whole model by itself, so that none waits for another.
-    model = trainer.distribution.whole(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+    model = trainer.distribution.full_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     quarters = bits_by_quarter(model.model, files, settings.precision, lengths) if files else None
     alone = bits_of_last_quarter_alone(model.model, files, settings.precision, lengths) if files else None
     sampling = SampleSettings(
@@ -353,21 +365,11 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
             "quarter_files": len(files),
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }
-        trainer.checkpoints.check_lease()
-        record = read_sealed(folder / SETTINGS_NAME, what="the end of the run", remedy="restore it from a copy")
-        write_text(folder / SETTINGS_NAME, sealed({**record, "result": result}))
+        opened.add_to_record(result=result)
         write_text(folder / SAMPLE_NAME, sample + "\n")
         draw_losses(folder, xz=xz, final=(trainer.state.global_step, bits))
-        trainer.checkpoints.check_lease()
         with trainer.checkpoints.writing("the trained model"):
-            save_finished(
-                model,
-                folder,
-                run_id=opened.run_id,
-                step=trainer.state.global_step,
-                staging=opened.staging,
-                check=trainer.checkpoints.check_lease,
-            )
+            opened.save_finished(model, trainer.state.global_step)
     return Outcome(
         run=folder,
         step=trainer.state.global_step,

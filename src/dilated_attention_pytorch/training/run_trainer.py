@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _SCALE = 2.0**16
 """First loss scale of float16: gradients underflow without one, and overflow if it is too large."""
 _LEAST_SCALE = 1.0
 """Gradients that overflow at this scale overflow without scaling: then scaling is not the cause."""
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay", "constant": "constant_with_warmup"}
 
 
 class RunTrainer(Trainer):
@@ -46,7 +48,7 @@ class RunTrainer(Trainer):
         model: the model to train.
         args: transformers' arguments; ``output_dir`` is the run folder.
         settings: settings of the run.
-        place: the run folder with its lease.
+        run: the run.
         training, evaluation: training windows, and windows of the evaluations during training.
         data_collator: collate function.
         bytes_per_token: mean bytes of text per token.
@@ -58,7 +60,7 @@ class RunTrainer(Trainer):
         model: torch.nn.Module,
         args: TrainingArguments,
         settings: TrainSettings | ExtensionSettings,
-        place: OpenRun,
+        run: OpenRun,
         training: Dataset[Any],
         evaluation: Dataset[Any],
         data_collator: Any,
@@ -74,14 +76,14 @@ class RunTrainer(Trainer):
             self.scaler = GradScaler(args.device.type, init_scale=_SCALE)
             self.accelerator.scaler, self.accelerator.native_amp = self.scaler, True
         self.settings = settings
-        self.place = place
+        self.run = run
         self.bytes_per_token = bytes_per_token
-        self._logged = place.step
+        self._logged = run.step
         self._batches: list[dict[str, Any]] = []
         self._num_items: Tensor | int | None = None
         self._step_losses: list[Tensor] = []
         num_weights = sum(weight.numel() for weight in model.parameters())
-        self.checkpoints = RunCheckpoints(place, settings, args, num_weights)
+        self.checkpoints = RunCheckpoints(run, settings, args, num_weights)
         assert isinstance(training, Sized)
         self.guard = Guard(self.checkpoints, self._tensors, self.accelerator, len(training))
         self.own_time = OwnTime(args)
@@ -112,7 +114,7 @@ class RunTrainer(Trainer):
             RunError: a callback cannot write to the disk.
         """
         try:
-            with self.checkpoints.writer:
+            with closing(self.checkpoints.writer):
                 result = super().train(*args, **options)
                 self.checkpoints.finish()
                 return result
@@ -153,7 +155,7 @@ class RunTrainer(Trainer):
             RunError: memory ran out.
         """
         step = self.state.global_step + 1
-        if step in self.place.skipped:
+        if step in self.run.skipped:
             return torch.zeros((), device=self.args.device)
         self.own_time.start()
         try:
@@ -194,17 +196,17 @@ class RunTrainer(Trainer):
         If the loss scale made gradients overflow, the step's batches are taken again with a lower one:
         :class:`torch.amp.GradScaler` alone would leave them out.
         """
-        norm, whole = self._norm(model)
-        while self._overflows(whole):
+        local_norm, norm = self._norm(model)
+        while self._overflows(norm):
             self._repeat_step(model)
-            norm, whole = self._norm(model)
+            local_norm, norm = self._norm(model)
         # Before clipping: a non-finite norm would turn all gradients into NaN or 0.
-        self.guard.check_step(self._step_losses, whole)
-        clip_grads_with_norm_(_with_gradient(model), self.args.max_grad_norm, norm)
-        return whole
+        self.guard.check_step(self._step_losses, norm)
+        clip_grads_with_norm_(_with_gradient(model), self.args.max_grad_norm, local_norm)
+        return norm
 
     def _norm(self, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
-        """The unscaled gradients' norm, as this process's part of it and whole on the device."""
+        """The unscaled gradients' norm, as this process's part of it, and in full on the device."""
         parameters = _with_gradient(model)
         if self.scaler is not None:
             assert isinstance(self.optimizer, AcceleratedOptimizer)
@@ -256,26 +258,26 @@ class RunTrainer(Trainer):
         Raises:
             RunError: the loss is not finite, or another job has taken the run folder.
         """
-        self.checkpoints.check_lease()
+        self.run.check()
         if "loss" in logs:
             self._leave_out_skipped(logs)
             if self.args.world_size > 1:
-                logs |= self.own_time.entry(self.accelerator, self.place.say)
+                logs |= self.own_time.entry(self.accelerator, self.run.say)
             if self.scaler is not None:
                 logs["loss_scale"] = self.scaler.get_scale()
-        for name, said in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
+        for name, words in (("loss", "loss"), ("eval_loss", "held-out loss"), ("final_loss", "held-out loss")):
             if name in logs:
                 if not math.isfinite(logs[name]):
                     self.checkpoints.finish()
                     step, advice = self.state.global_step, self.guard.after_divergence()
-                    raise RunError(f"the {said} is {logs[name]} after step {step}; {advice}")
+                    raise RunError(f"the {words} is {logs[name]} after step {step}; {advice}")
                 logs[name.replace("loss", "bits_per_byte")] = self.bits_per_byte(name, logs[name])
         super().log(logs, start_time)
 
     def _leave_out_skipped(self, logs: dict[str, float]) -> None:
         """Correct the mean loss since the last entry for steps without a batch."""
         steps = range(self._logged + 1, self.state.global_step + 1)
-        taken = len(steps) - len(self.place.skipped.intersection(steps))
+        taken = len(steps) - len(self.run.skipped.intersection(steps))
         self._logged = self.state.global_step
         if taken == 0:
             del logs["loss"]
@@ -330,3 +332,45 @@ class RunTrainer(Trainer):
 
 def _with_gradient(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+def training_arguments(
+    settings: TrainSettings | ExtensionSettings, run: Path, device: str, **own: Any
+) -> TrainingArguments:
+    """A run's settings as ``TrainingArguments``; ``own`` overrides single arguments."""
+    if device == "cpu":
+        # accelerate imports DeepSpeed if installed, which warns on machines without a GPU unless told.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    falling: dict[str, Any] = {}
+    if settings.schedule == "wsd":
+        falling = {"num_decay_steps": max(1, round(settings.decay_fraction * settings.steps)), "decay_type": "linear"}
+    args = TrainingArguments(
+        output_dir=str(run),
+        max_steps=settings.steps,
+        gradient_accumulation_steps=settings.gradient_accumulation,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=_SCHEDULES[settings.schedule],
+        lr_scheduler_kwargs=falling,
+        warmup_steps=round(settings.warmup_fraction * settings.steps),
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.precision in ("bfloat16", "float8"),
+        fp16=settings.precision == "float16",
+        tf32=settings.precision == "tf32" if device == "cuda" else None,
+        use_cpu=device == "cpu",
+        seed=settings.seed,
+        train_sampling_strategy="sequential",  # the windows are already drawn at random
+        logging_steps=settings.log_steps,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.eval_steps,
+        prediction_loss_only=True,
+        save_strategy="steps",
+        save_steps=settings.save_steps,
+        dataloader_pin_memory=device == "cuda",
+        report_to=[],
+        disable_tqdm=True,
+        **own,
+    )
+    # A process uses one device; transformers would spread batches over all visible ones.
+    args._n_gpu = min(1, args.n_gpu)
+    return args

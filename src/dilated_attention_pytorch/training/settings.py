@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.models.config import LongNetConfig
 
-from .data.settings import DataSettings
 from .run_settings import (
     LARGEST_RATE,
     LARGEST_SEED,
     LONGEST_TEXT,
+    MOST_WORKERS,
+    RunSettings,
     check_choice,
     check_number,
     check_text,
@@ -27,18 +29,39 @@ Layout = Literal["auto", "contiguous", "zigzag"]
 DataParallel = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters", "nvme"]
 Parallel = Literal["manual", "auto"]
+Packing = Literal["windows", "documents"]
 
 LONGEST_TIMEOUT = 7 * 24 * 3600  # seconds; the transport's durations overflow far beyond
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainSettings(DataSettings):
+class TrainSettings(RunSettings):
     """Train a LongNet language model on text.
 
     Raises:
         ValueError: a value is out of range.
     """
 
+    tokenizer: Path | None = None
+    """tokenizer.json of a byte-level tokenizer, or a folder that contains one, as `dilated-attention tokenizer`
+    writes; --model.vocab-size must be its number of tokens. Default: one token per byte."""
+    cache: Path | None = None
+    """Folder for cached tokens: computed once per files and tokenizer, and memory-mapped.
+    Default: with a tokenizer, the user's cache folder; bytes are read into memory."""
+    weights: tuple[float, ...] = ()
+    """One weight per source in data: proportions of the batches. Default: all sources form one text, in
+    which every byte is equally likely."""
+    packing: Packing = "windows"
+    """"windows": context_length consecutive tokens from anywhere in the text, across documents. "documents": rows of
+    whole documents that do not attend to each other; positions restart in each, and every document is read once per
+    epoch."""
+    max_tokens: int = 0
+    """With packing "documents": batches of documents of similar length with at most this many tokens, instead of
+    batch_size rows. 0: rows."""
+    max_batch_size: int = 0
+    """With max_tokens: maximum documents per batch; 0 = unlimited."""
+    workers: int = 0
+    """Processes that load batches ahead; 0: the training process loads them. The batches do not depend on it."""
     model: LongNetConfig
     """Sizes and pattern of the model."""
     context_length: int = 8192
@@ -112,7 +135,8 @@ class TrainSettings(DataSettings):
     """Temperature of that sample."""
 
     def __post_init__(self) -> None:
-        DataSettings.__post_init__(self)
+        RunSettings.__post_init__(self)
+        self._check_data()
         self.offload_folder = None if self.offload_folder is None else Path(self.offload_folder)
         for name in ("batch_size", "quarter_files", "context_parallel", "heads_parallel", "tensor_parallel"):
             check_number(self, name, least=1)
@@ -150,7 +174,7 @@ class TrainSettings(DataSettings):
             )
         if self.heads_parallel > 1 and self.strategy == "heads":
             raise ValueError(
-                'strategy must be "ring", "gather" or "auto" beside heads_parallel, as it says how rows travel between '
+                'strategy must be "ring", "gather" or "auto" with heads_parallel, as it says how rows travel between '
                 f'the groups that split the heads; got "heads" and heads_parallel {self.heads_parallel}. To split the '
                 "heads over all processes, leave heads_parallel out"
             )
@@ -161,19 +185,44 @@ class TrainSettings(DataSettings):
             )
         self._check_packing()
 
+    def _check_data(self) -> None:
+        for name in ("max_tokens", "max_batch_size"):
+            check_number(self, name, least=0)
+        check_number(self, "workers", least=0, most=MOST_WORKERS)
+        check_choice(self, "packing", get_args(Packing))
+        self.tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
+        self.cache = None if self.cache is None else Path(self.cache)
+        for name in ("tokenizer", "cache"):
+            check_text(self, name)
+        self.weights = tuple(self.weights)
+        if self.weights and len(self.weights) != len(self.data):
+            raise ValueError(
+                f"weights must be one for each of data, got {len(self.weights)} for {len(self.data)}; leave them out "
+                "to take all as one text"
+            )
+        for weight in self.weights:
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+                raise ValueError(f"weights must be finite numbers above 0, got {weight!r}")
+        if self.max_tokens and self.packing != "documents":
+            raise ValueError(
+                'max_tokens counts the tokens of whole documents: add packing "documents", or leave it out'
+            )
+        if self.max_batch_size and not self.max_tokens:
+            raise ValueError("max_batch_size bounds the batches that max_tokens makes; add that, or leave it out")
+
     def _check_packing(self) -> None:
         if self.packing == "documents" and self.file_start_fraction:
             raise ValueError(
-                f"file_start_fraction is of windows, got {self.file_start_fraction} beside packing "
+                f"file_start_fraction is of windows, got {self.file_start_fraction} with packing "
                 '"documents", where every document begins one; leave it out'
             )
         if self.packing == "documents" and self.stages.lengths:
-            raise ValueError(f'stages are of windows, got {list(self.stages.lengths)} beside packing "documents"')
+            raise ValueError(f'stages are of windows, got {list(self.stages.lengths)} with packing "documents"')
         if self.packing == "documents" and self.compile:
             raise ValueError('compile is for windows: the documents of every row of packing "documents" are others')
         if self.max_tokens and self.batch_size != 1:
             raise ValueError(
-                f"batch_size counts rows, got {self.batch_size} beside max_tokens, which says how much a batch holds; "
+                f"batch_size counts rows, got {self.batch_size} with max_tokens, which says how much a batch holds; "
                 "set batch_size to 1"
             )
         if self.max_tokens and self.context_parallel > 1:
@@ -214,13 +263,15 @@ class TrainSettings(DataSettings):
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""
         chosen = ("parallel", "data_parallel", "context_parallel") if self.parallel == "auto" else ()
-        return {**DataSettings.left_open(self), **{name: getattr(self, name) for name in chosen}}
+        return {**RunSettings.left_open(self), "cache": None, **{name: getattr(self, name) for name in chosen}}
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
-        folder = None if self.offload_folder is None else str(self.offload_folder.absolute())
-        own = {"model": self.model.to_dict(), "stages": self.stages.to_dict(), "offload_folder": folder}
-        return {**DataSettings.to_dict(self), **own}
+        values = {**RunSettings.to_dict(self), "weights": list(self.weights)}
+        for name in ("tokenizer", "cache", "offload_folder"):
+            path = values[name]
+            values[name] = None if path is None else str(path.absolute())
+        return {**values, "model": self.model.to_dict(), "stages": self.stages.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainSettings:

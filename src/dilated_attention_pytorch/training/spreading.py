@@ -30,7 +30,7 @@ ON_FAULTS = ("on_nan", "spike_deviations", "spike_window")
 """Settings for bad batches; a run that one has ended may be resumed with other values."""
 
 
-def spread_anew(settings: TrainSettings, began_with: int, processes: int, changes: Mapping[str, Any]) -> TrainSettings:
+def respread(settings: TrainSettings, began_with: int, processes: int, changes: Mapping[str, Any]) -> TrainSettings:
     """The settings of a run for another number of processes: every step uses the same windows.
 
     Settings not in ``changes`` are kept where possible: the numbers of processes that share a sequence or the matrices

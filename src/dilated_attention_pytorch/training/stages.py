@@ -80,7 +80,7 @@ class StageSettings:
 
     def read_patterns(self) -> list[DilatedPattern]:
         """Segment lengths and rates per stage; empty if the model's apply."""
-        found = []
+        patterns = []
         for expression in self.patterns:
             try:
                 pattern = pattern_from_expression(expression)
@@ -93,8 +93,8 @@ class StageSettings:
                     "stages.patterns say segment lengths and rates, DilatedPattern(lengths, rates); all else is the "
                     f"model's: got {expression}"
                 )
-            found.append(pattern)
-        return found
+            patterns.append(pattern)
+        return patterns
 
     def patterns_of(self, model: LongNetConfig) -> tuple[tuple[Pattern, ...], ...]:
         """The pattern of every layer of ``model``, per stage; empty if its own apply.

@@ -120,11 +120,11 @@ class Straggler:
 def stragglers(entries: Sequence[Mapping[str, float]]) -> list[Straggler]:
     """The ranks that are slow in two consecutive entries of the log, each once."""
     slow = [_straggler(entry) for entry in entries if STEP_SECONDS in entry]
-    found: dict[int, Straggler] = {}
+    by_rank: dict[int, Straggler] = {}
     for before, after in itertools.pairwise(slow):
         if before is not None and after is not None and before.rank == after.rank:
-            found.setdefault(after.rank, after)
-    return list(found.values())
+            by_rank.setdefault(after.rank, after)
+    return list(by_rank.values())
 
 
 def _straggler(entry: Mapping[str, float]) -> Straggler | None:

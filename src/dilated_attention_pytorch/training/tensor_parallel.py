@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
-from dilated_attention_pytorch.models.blocks import Block
+from dilated_attention_pytorch.models.blocks import LongNetBlock
 
 
 def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
@@ -38,7 +38,7 @@ def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
             with torch.no_grad():
                 parameter.copy_(parameter[order])
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, LongNetBlock)
         for part in (block.attention, block.feed_forward):
             assert part.inner_layernorm is not None
             part.inner_layernorm = SplitLayerNorm.like(part.inner_layernorm)
@@ -99,8 +99,8 @@ class SplitRows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in self.names:
-            whole = module.get_parameter(name).detach()
-            split = distribute_tensor(whole, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            full = module.get_parameter(name).detach()
+            split = distribute_tensor(full, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(split))
         return module
 
@@ -125,11 +125,11 @@ class SplitLayerNorm(nn.LayerNorm):
     """LayerNorm over a sharded width: sums are all-reduced, where PyTorch's would gather the rows."""
 
     @classmethod
-    def like(cls, whole: nn.LayerNorm) -> SplitLayerNorm:
-        """With the parameters of ``whole``."""
-        (width,) = whole.normalized_shape
-        split = cls(width, eps=whole.eps, device="meta")
-        split.weight, split.bias = whole.weight, whole.bias
+    def like(cls, norm: nn.LayerNorm) -> SplitLayerNorm:
+        """With the parameters of ``norm``."""
+        (width,) = norm.normalized_shape
+        split = cls(width, eps=norm.eps, device="meta")
+        split.weight, split.bias = norm.weight, norm.bias
         return split
 
     def forward(self, x: Tensor) -> Tensor:

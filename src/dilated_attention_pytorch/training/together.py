@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dilated_attention_pytorch.errors import RunError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch.distributed import Store
 
 _Value = TypeVar("_Value")
@@ -179,10 +180,10 @@ def _meet(store: Store, rank: int, size: int, deadline: float) -> tuple[Store, l
 
 
 def _absent(
-    store: Store, place: str, rank: int, size: int, deadline: float, meanwhile: Callable[[], None] = lambda: None
+    store: Store, stage: str, rank: int, size: int, deadline: float, meanwhile: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """Say in the store that this rank is at ``place``; the ranks that are not there by ``deadline``."""
-    keys = [f"{place}/{other}" for other in range(size)]
+    """Say in the store that this rank is at ``stage``; the ranks that are not there by ``deadline``."""
+    keys = [f"{stage}/{other}" for other in range(size)]
     store.set(keys[rank], "")
     while not store.check(keys):
         if time.monotonic() > deadline:
@@ -190,6 +191,12 @@ def _absent(
         meanwhile()
         time.sleep(_POLL_SECONDS)
     return []
+
+
+def say_once(console: Console, line: str) -> None:
+    """Print a line verbatim, in the first process only."""
+    if is_first_process():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def from_first(decide: Callable[[], _Value]) -> _Value:
@@ -202,16 +209,16 @@ def from_first(decide: Callable[[], _Value]) -> _Value:
 
     if num_processes() == 1:
         return decide()
-    said: list[Any] = [None, None]
+    result: list[Any] = [None, None]
     if is_first_process():
         try:
-            said[0] = decide()
+            result[0] = decide()
         except RunError as error:
-            said[1] = str(error)
-    dist.broadcast_object_list(said)
-    if said[1] is not None:
-        raise RunError(said[1])
-    value: _Value = said[0]
+            result[1] = str(error)
+    dist.broadcast_object_list(result)
+    if result[1] is not None:
+        raise RunError(result[1])
+    value: _Value = result[0]
     return value
 
 
@@ -243,14 +250,14 @@ def all_or_none(check: Callable[[], None]) -> None:
     Raises:
         RunError: one of them raises it; then all do, with the message of the first.
     """
-    words = ""
+    reason = ""
     try:
         check()
     except RunError as error:
-        words = str(error)
-    for rank, found in enumerate(from_all(words)):
-        if found:
-            raise RunError(found if num_processes() == 1 else f"rank {rank}: {found}")
+        reason = str(error)
+    for rank, message in enumerate(from_all(reason)):
+        if message:
+            raise RunError(message if num_processes() == 1 else f"rank {rank}: {message}")
 
 
 def check_alike(values: Mapping[str, Any]) -> None:
@@ -261,10 +268,10 @@ def check_alike(values: Mapping[str, Any]) -> None:
     """
     first, *others = from_all(dict(_flat(values)))
     differences = [
-        f"rank {rank} has {name} {found.get(name)!r}, rank 0 has {first.get(name)!r}"
-        for rank, found in enumerate(others, start=1)
-        for name in first | found
-        if found.get(name) != first.get(name)
+        f"rank {rank} has {name} {other.get(name)!r}, rank 0 has {first.get(name)!r}"
+        for rank, other in enumerate(others, start=1)
+        for name in first | other
+        if other.get(name) != first.get(name)
     ]
     if differences:
         more = len(differences) - _MOST_DIFFERENCES

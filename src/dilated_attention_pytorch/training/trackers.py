@@ -1,4 +1,9 @@
-"""Experiment trackers for a run's figures, in the first process only."""
+"""Experiment trackers for a run's figures, in the first process only.
+
+TensorBoard and Weights & Biases are opened by accelerate's trackers. transformers' callbacks would not do: they rename
+figures, log repeated steps of a resumed run twice, and log to MLflow in the background, where nobody sees its errors.
+MLflow's functions, which accelerate calls, have one active run per process; a client leaves a caller's own run alone.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dilated_attention_pytorch.errors import RunError
@@ -39,18 +44,6 @@ _PACKAGES: dict[TrackerName, tuple[str, str]] = {
 """Import name of each tracker, and the extra that installs it."""
 
 
-class Tracker(Protocol):
-    """Receives the figures of a run."""
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record the figures of a step by their names in the log."""
-        ...
-
-    def close(self) -> None:
-        """Finish the tracker."""
-        ...
-
-
 def check_trackers(settings: RunSettings) -> None:
     """Raise :class:`RunError` unless :func:`tracking` can open the trackers here. Writes nothing."""
     for name in settings.track:
@@ -74,26 +67,54 @@ def check_trackers(settings: RunSettings) -> None:
                 ) from error
 
 
-@contextmanager
-def tracking(settings: RunSettings, place: OpenRun) -> Iterator[Sequence[Tracker]]:
-    """Context with the trackers of the settings; empty in processes other than the first.
+class Trackers:
+    """The trackers of a run. One whose server does not respond is dropped with a message; the run continues."""
 
-    A resumed run continues in the same tracker runs, without duplicating repeated steps. A tracker whose server does
-    not respond is dropped with a message.
-    """
-    trackers: list[Tracker] = []
-    with _said_once():
+    def __init__(self, settings: RunSettings, run: OpenRun) -> None:
+        self._say = run.say
+        self._open: dict[TrackerName, Any] = {}
+        for name in settings.track if is_first_process() else ():
+            with self._dropping(name):
+                self._open[name] = _opened(name, settings, run)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Record the figures of a step by their names in the log."""
+        for name, tracker in [*self._open.items()]:
+            with self._dropping(name):
+                tracker.log({**figures}, step)
+
+    def finish(self, *ignored: type[Exception]) -> None:
+        """Close the trackers; errors of the types ``ignored`` are not raised."""
+        for name, tracker in [*self._open.items()]:
+            with self._dropping(name), suppress(*ignored):
+                tracker.finish()
+
+    @contextmanager
+    def _dropping(self, name: TrackerName) -> Iterator[None]:
         try:
-            for name in settings.track if is_first_process() else ():
-                trackers.append(_WhileAnswered(name, settings, place))
+            yield
+        except _failures(name) as error:
+            self._open.pop(name, None)
+            self._say(
+                f"--track {name} is dropped, as its server does not respond ({_first_line(error)}); the run goes on "
+                "without it, and metrics.jsonl has all figures"
+            )
+
+
+@contextmanager
+def tracking(settings: RunSettings, run: OpenRun) -> Iterator[Trackers]:
+    """Context with the trackers of the settings; there are none in processes other than the first.
+
+    A resumed run continues in the same tracker runs, without duplicating repeated steps.
+    """
+    with _said_once():
+        trackers = Trackers(settings, run)
+        try:
             yield trackers
         except BaseException:
-            for tracker in trackers:
-                with suppress(OSError):  # report the first error only
-                    tracker.close()
+            trackers.finish(OSError)  # report the first error only
             raise
-        for tracker in trackers:
-            tracker.close()
+        trackers.finish()
 
 
 @contextmanager
@@ -113,90 +134,49 @@ def _said_once() -> Iterator[None]:
         threading.excepthook = before
 
 
-class _WhileAnswered:
-    """A tracker that is dropped when its server fails to respond; the run continues without it."""
-
-    def __init__(self, name: TrackerName, settings: RunSettings, place: OpenRun) -> None:
-        self._name, self._say = name, place.say
-        self._failures = _FAILURES[name]()
-        self._tracker: Tracker | None = None
-        with self._giving_up():
-            self._tracker = _OPEN[name](settings, place)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        with self._giving_up():
-            if self._tracker is not None:
-                self._tracker.log(step, figures)
-
-    def close(self) -> None:
-        with self._giving_up():
-            if self._tracker is not None:
-                self._tracker.close()
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        try:
-            yield
-        except self._failures as error:
-            self._tracker = None
-            self._say(
-                f"--track {self._name} is given up, as it does not answer ({_first_line(error)}); the run goes on "
-                "without it, and metrics.jsonl has all figures"
-            )
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _failures_of_wandb() -> tuple[type[Exception], ...]:
-    from wandb.errors import Error
+def _failures(name: TrackerName) -> tuple[type[Exception], ...]:
+    """Exceptions of a tracker when its server does not respond. Disk errors belong to the run."""
+    if name == "wandb":
+        from wandb.errors import Error
 
-    return (Error, ConnectionError, TimeoutError)
+        return (Error, ConnectionError, TimeoutError)
+    if name == "mlflow":
+        from mlflow.exceptions import MlflowException
 
-
-def _failures_of_mlflow() -> tuple[type[Exception], ...]:
-    from mlflow.exceptions import MlflowException
-
-    return (MlflowException,)
-
-
-class _TensorBoard:
-    def __init__(self, _: RunSettings, place: OpenRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(place.folder / TENSORBOARD_NAME), purge_step=place.step + 1)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, figure in figures.items():
-            self._writer.add_scalar(name, figure, step)
-
-    def close(self) -> None:
-        self._writer.close()
+        return (MlflowException,)
+    return ()
 
 
-class _WeightsAndBiases:
-    """Weights & Biases: online, or with WANDB_MODE=offline to ``wandb/`` of the run folder."""
+def _opened(name: TrackerName, settings: RunSettings, run: OpenRun) -> Any:
+    """A tracker with the methods ``log`` and ``finish`` of :class:`accelerate.tracking.GeneralTracker`."""
+    from accelerate import tracking as of_accelerate
 
-    def __init__(self, settings: RunSettings, place: OpenRun) -> None:
+    if name == "mlflow":
+        return _MLflow(settings, run)
+    if name == "prometheus":
+        return _Prometheus(settings, run)
+    tracker: Any
+    if name == "tensorboard":
+        tracker = of_accelerate.TensorBoardTracker(TENSORBOARD_NAME, run.folder, purge_step=run.step + 1)
+    else:
         import wandb
 
-        self._run = wandb.init(
-            project=_PROJECT,
-            id=place.run_id,
-            name=place.folder.name,
-            dir=place.folder,
+        # wandb rejects steps before its last one. With WANDB_MODE=offline it writes to ``wandb/`` of the run folder.
+        tracker = of_accelerate.WandBTracker(
+            _PROJECT,
+            id=run.run_id,
+            name=run.folder.name,
+            dir=run.folder,
             config=settings.to_dict(),
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        # wandb rejects steps before its last one.
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    tracker.start()
+    return tracker
 
 
 def _check_wandb() -> None:
@@ -243,64 +223,63 @@ def _mlflow_client(uri: str) -> MlflowClient:
 class _MLflow:
     """MLflow at MLFLOW_TRACKING_URI; by default a database in ``mlflow/`` of the run folder."""
 
-    def __init__(self, settings: RunSettings, place: OpenRun) -> None:
+    def __init__(self, settings: RunSettings, run: OpenRun) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            (place.folder / MLFLOW_NAME).mkdir(exist_ok=True)
-            uri = f"sqlite:///{(place.folder / MLFLOW_NAME / 'mlflow.db').absolute()}"
+            (run.folder / MLFLOW_NAME).mkdir(exist_ok=True)
+            uri = f"sqlite:///{(run.folder / MLFLOW_NAME / 'mlflow.db').absolute()}"
         self._client = _mlflow_client(uri)
         experiment = self._client.get_experiment_by_name(_PROJECT)
         number = self._client.create_experiment(_PROJECT) if experiment is None else experiment.experiment_id
-        found = self._client.search_runs([number], f"tags.run = '{place.run_id}'")
-        if found:
-            self._run = found[0].info.run_id
+        begun = self._client.search_runs([number], f"tags.run = '{run.run_id}'")
+        if begun:
+            self._run_id = begun[0].info.run_id
         else:
-            self._run = self._client.create_run(
-                number, run_name=place.folder.name, tags={"run": place.run_id}
-            ).info.run_id
+            created = self._client.create_run(number, run_name=run.folder.name, tags={"run": run.run_id})
+            self._run_id = created.info.run_id
             for name, value in settings.to_dict().items():
-                self._client.log_param(self._run, name, value)
+                self._client.log_param(self._run_id, name, value)
         self._last: dict[str, int] = {}
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, figures: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
         new = [Metric(name, figure, now, step) for name, figure in figures.items() if step > self._last_step(name)]
-        self._client.log_batch(self._run, metrics=new)
+        self._client.log_batch(self._run_id, metrics=new)
 
     def _last_step(self, name: str) -> int:
         """The last step recorded for a figure."""
         if name not in self._last:
-            history = self._client.get_metric_history(self._run, name)
+            history = self._client.get_metric_history(self._run_id, name)
             self._last[name] = max((metric.step for metric in history), default=-1)
         return self._last[name]
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def finish(self) -> None:
+        self._client.set_terminated(self._run_id)
 
 
 class _Prometheus:
     """Prometheus: a text file for node_exporter and, with a port, an HTTP endpoint."""
 
-    def __init__(self, settings: RunSettings, place: OpenRun) -> None:
+    def __init__(self, settings: RunSettings, run: OpenRun) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._registry = CollectorRegistry()
-        self._file = str(place.folder / PROMETHEUS_NAME)
-        self._run = place.folder.name
+        self._file = str(run.folder / PROMETHEUS_NAME)
+        self._run = run.folder.name
         self._gauges: dict[str, Gauge] = {}
         self._server = None
         if settings.prometheus_port:
             try:
                 self._server, self._thread = start_http_server(settings.prometheus_port, registry=self._registry)
             except OSError as error:  # the port was free when it was checked
-                place.say(
+                run.say(
                     f"--prometheus-port {settings.prometheus_port} cannot be served ({error.strerror}); "
                     f"{PROMETHEUS_NAME} is written all the same"
                 )
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, figures: Mapping[str, float], step: int) -> None:
         from prometheus_client import Gauge, write_to_textfile
 
         for name, figure in {"step": step, **figures}.items():
@@ -310,24 +289,8 @@ class _Prometheus:
             self._gauges[name].labels(run=self._run).set(figure)
         write_to_textfile(self._file, self._registry)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
-
-
-_FAILURES: dict[TrackerName, Callable[[], tuple[type[Exception], ...]]] = {
-    "tensorboard": tuple,
-    "wandb": _failures_of_wandb,
-    "mlflow": _failures_of_mlflow,
-    "prometheus": tuple,
-}
-"""Exceptions of each tracker when its server does not respond. Disk errors belong to the run."""
-
-_OPEN: dict[TrackerName, Callable[[RunSettings, OpenRun], Any]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
-    "mlflow": _MLflow,
-    "prometheus": _Prometheus,
-}

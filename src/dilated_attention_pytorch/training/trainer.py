@@ -1,4 +1,4 @@
-"""The LongNet trainer, with its optimizer and distribution."""
+"""The trainers of both kinds of runs: of a LongNet, with its distribution, and of a model whose context is extended."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from dilated_attention_pytorch.models import LongNetForCausalLM
+from dilated_attention_pytorch.models.token_loss import next_tokens, token_loss_of_hidden
 from dilated_attention_pytorch.parent import end_worker_with_trainer
 
 from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME, fitting
-from .data.byte_count import ByteCount, bits_per_byte
 from .data.run_data import RunData
+from .data.windows import Window, WindowShare
 from .distribution import Distribution
+from .extension_settings import ExtensionSettings
 from .finite import is_finite_everywhere
 from .lifecycle import OpenRun
-from .optimizer import build_optimizer
+from .measures import ByteCount, bits_per_byte
+from .optimizer import build_adamw, build_optimizer
+from .row_logits import RowLogits
 from .run_trainer import RunTrainer
 from .settings import TrainSettings
 from .stages import Stages
-from .windows import Window, WindowShare
 from .zero import zero_stage
+
+_EXTENSION_BETAS = (0.9, 0.999)
 
 
 class LongNetTrainer(RunTrainer):
@@ -40,10 +45,10 @@ class LongNetTrainer(RunTrainer):
 
     Args:
         model: the model to train.
-        args: see :func:`arguments.arguments`.
+        args: see :func:`.run_trainer.training_arguments`.
         settings: settings of the run.
         distribution: this process's role.
-        place: see :class:`RunTrainer`.
+        run: see :class:`RunTrainer`.
         data: data of the run.
         stages: stages of the run.
         training: training samples, one per window of the longest length in a batch.
@@ -59,7 +64,7 @@ class LongNetTrainer(RunTrainer):
         args: TrainingArguments,
         settings: TrainSettings,
         distribution: Distribution,
-        place: OpenRun,
+        run: OpenRun,
         data: RunData,
         stages: Stages,
         training: Dataset[Window],
@@ -75,7 +80,7 @@ class LongNetTrainer(RunTrainer):
             model=model,
             args=args,
             settings=settings,
-            place=place,
+            run=run,
             training=training,
             evaluation=evaluation,
             data_collator=data.collate_held_out,
@@ -169,12 +174,12 @@ class LongNetTrainer(RunTrainer):
         """The learning rate schedule of the settings, times the factor of each step's stage."""
         if self.lr_scheduler is None and self.stages.learning_rates:
             optimizer = self.optimizer if optimizer is None else optimizer
-            whole = super().create_scheduler(num_training_steps, optimizer)
-            assert isinstance(whole, LambdaLR)
-            factors = [self._staged(factor) for factor in whole.lr_lambdas]
-            for group, rate in zip(whole.optimizer.param_groups, whole.base_lrs, strict=True):
+            schedule = super().create_scheduler(num_training_steps, optimizer)
+            assert isinstance(schedule, LambdaLR)
+            factors = [self._staged(factor) for factor in schedule.lr_lambdas]
+            for group, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
                 group["lr"] = group["initial_lr"] = rate
-            self.lr_scheduler = LambdaLR(whole.optimizer, factors)
+            self.lr_scheduler = LambdaLR(schedule.optimizer, factors)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _staged(self, factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -285,15 +290,59 @@ class LongNetTrainer(RunTrainer):
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.place.start.has_random_states:
+        if checkpoint is None or self.run.start.has_random_states:
             super()._load_rng_state(checkpoint)
             self.distribution.share_random_states()
             return
         # Another number of processes needs new random states, which are the same in every resumption from this step.
-        drawn = random.Random(f"{self.settings.seed}:{self.place.step}:{self.distribution.rows_rank}").getrandbits(63)
+        drawn = random.Random(f"{self.settings.seed}:{self.run.step}:{self.distribution.rows_rank}").getrandbits(63)
         torch.manual_seed(drawn)
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of :func:`build_optimizer`, without accelerate's wrapper."""
         assert isinstance(self.optimizer, AcceleratedOptimizer)
         return self.optimizer.optimizer
+
+
+class ExtensionTrainer(RunTrainer):
+    """A run of a causal language model of transformers in a run folder; made as :class:`RunTrainer` is."""
+
+    settings: ExtensionSettings
+    logits: RowLogits | None = None
+    """The parts of the model, for the loss of a block of rows at a time; None where it has to compute all."""
+
+    def memory_remedy(self) -> str:
+        """See :meth:`RunTrainer.memory_remedy`."""
+        return "start a new run with --gradient-checkpointing, or fewer --batch-tokens and more --gradient-accumulation"
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW with weight decay on the parameters that transformers decays: neither biases nor norms."""
+        if self.optimizer is None:
+            assert self.model is not None
+            decayed = set(self.get_decay_parameter_names(self.model))
+            groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    groups[name in decayed].append(parameter)
+            decays = {True: self.settings.weight_decay, False: 0.0}
+            given = [{"params": groups[kind], "weight_decay": decays[kind]} for kind in (True, False)]
+            self.optimizer = build_adamw(self.settings.optimizer, given, self.settings, _EXTENSION_BETAS)
+        return self.optimizer
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The mean cross-entropy of a batch's labels; the returned outputs hold no logits."""
+        if self.logits is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        output = self.logits.output
+        vocab_size = self.logits.vocab_size
+        # accelerate applies autocast in the model's own forward, which is bypassed here.
+        with self.accelerator.autocast():
+            hidden = self.logits.hidden(inputs["input_ids"])
+            loss = token_loss_of_hidden(hidden, output, vocab_size, next_tokens(inputs["labels"]), num_items_in_batch)
+        return (loss, {"loss": loss}) if return_outputs else loss

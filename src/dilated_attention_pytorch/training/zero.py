@@ -331,9 +331,9 @@ class ZeroEngine(torch.optim.Optimizer):
             for name, weight in model.named_parameters():
                 for key in _MOMENTS:
                     safe_set_full_optimizer_state(weight, state["state"][name][key], key)
-        told = {name: group for group in state["param_groups"] for name in group["params"]}
+        loaded = {name: group for group in state["param_groups"] for name in group["params"]}
         for group, names in zip(self.param_groups, self.names, strict=True):
-            group.update({key: value for key, value in told[names[0]].items() if key != "params"})
+            group.update({key: value for key, value in loaded[names[0]].items() if key != "params"})
 
 
 def _delete(folder: Path | None) -> None:
@@ -363,18 +363,18 @@ def check_engine(engine: nn.Module, settings: TrainSettings) -> None:
     padding = (len(weights) if stage == 3 else len(parts)) * 2 * num_processes
     if kept > num_weights / num_processes + padding:
         raise RunError(f"{flag}: this process has {kept:,} of {num_weights:,} weights, more than its share")
-    place = "nvme" if settings.offload == "nvme" else "cpu"
+    device = "nvme" if settings.offload == "nvme" else "cpu"
     wanted = (
-        place if settings.offload != "none" else "none",
-        place if settings.offload in ("parameters", "nvme") else "none",
+        device if settings.offload != "none" else "none",
+        device if settings.offload in ("parameters", "nvme") else "none",
     )
-    found = tuple(
+    actual = tuple(
         "none" if offload is None else OffloadDeviceEnum(offload.device).value
         for offload in (engine.zero_offload_optimizer(), engine.zero_offload_param())
     )
-    if found != wanted:
+    if actual != wanted:
         raise RunError(
-            f"--offload {settings.offload}: the engine keeps (optimizer states, weights) at {found}, and {wanted} was "
+            f"--offload {settings.offload}: the engine keeps (optimizer states, weights) at {actual}, and {wanted} was "
             "asked for"
         )
 

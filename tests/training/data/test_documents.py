@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
-from dilated_attention_pytorch.training.corpus import SEPARATOR, Text
-from dilated_attention_pytorch.training.data.byte_count import ByteCount, bits_per_byte
+from dilated_attention_pytorch.training.data.corpus import SEPARATOR, Text
 from dilated_attention_pytorch.training.data.documents import BucketedBatches, PackedRows, as_one_row, packed
-from dilated_attention_pytorch.training.data.mixture import Mixture
-from dilated_attention_pytorch.training.windows import IGNORED, TrainingWindows
+from dilated_attention_pytorch.training.data.run_data import Mixture
+from dilated_attention_pytorch.training.data.windows import IGNORED, TrainingWindows
+from dilated_attention_pytorch.training.measures import ByteCount, bits_per_byte
 
 LENGTHS = [3, 17, 5, 5, 2, 41, 7, 150, 13, 2, 29, 8, 8, 8, 61, 4, 97, 11, 3, 6]
 CONTEXT = 37

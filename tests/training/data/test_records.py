@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.training.corpus import read_corpus
+from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.records import Record, are_records, records
 
 TEXTS = ["first\nof two lines", "", "zweiter: äöü 𝄞", *(f"number {number}" for number in range(600))]

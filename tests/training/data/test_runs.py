@@ -22,11 +22,11 @@ from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.data.run_data import read_data, read_tokenizer
 from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
+from dilated_attention_pytorch.training.data.windows import IGNORED, EvaluationWindows
 from dilated_attention_pytorch.training.evaluated_model import open_model
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import Stages
 from dilated_attention_pytorch.training.trained_model import load_model
-from dilated_attention_pytorch.training.windows import IGNORED, EvaluationWindows
 from training.data.test_records import write_jsonl
 from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights, write_texts
 from training.spread_runs import small_settings

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.training.corpus import corpus_figures, read_corpus
 from dilated_attention_pytorch.training.data import sources as sources_module
 from dilated_attention_pytorch.training.data import token_cache
+from dilated_attention_pytorch.training.data.corpus import corpus_figures, read_corpus
 from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.token_cache import cached_corpus, open_corpus
 from dilated_attention_pytorch.training.data.tokenizer import BYTES, ByteTokenizer, bytes_of, train_tokenizer
-from dilated_attention_pytorch.training.windows import TrainingWindows
+from dilated_attention_pytorch.training.data.windows import TrainingWindows
 from support.processes import environment
 from training.data.test_records import write_jsonl
 

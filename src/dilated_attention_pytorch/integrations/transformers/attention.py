@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dilated_attention_pytorch.models.longnet import check_equal_boundaries
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.precision import cast_by_autocast
-from dilated_attention_pytorch.tracing import constant_of_graph
+from dilated_attention_pytorch.tracing import constant_of_graph, require
 
 from .bounded import cache_of
 from .cached import attend_cached
@@ -122,7 +123,7 @@ def dilated_attention_forward(
         is_causal = is_causal_without_mask(module)
     if key.shape[2] < num_columns and bounded is None:
         raise NotImplementedError(
-            f"{type(module).__name__} brought {key.shape[2]} keys with a mask of {num_columns} columns, so which of "
+            f"{type(module).__name__} passed {key.shape[2]} keys with a mask of {num_columns} columns, so which of "
             'them are there is not known: use "sdpa" for this model'
         )
     query, key, value = cast_by_autocast(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
@@ -147,8 +148,8 @@ def dilated_attention_forward(
         )
     order = cu_seqlens = None
     if cu_seq_lens_q is not None:
-        if layer in (None, 0):  # once for all layers, as it synchronises
-            _check_boundaries(cu_seq_lens_q, cu_seq_lens_k)
+        if layer in (None, 0) and cu_seq_lens_k is not None:  # once for all layers, as it synchronises
+            check_equal_boundaries("cu_seq_lens_q and cu_seq_lens_k", cu_seq_lens_q, cu_seq_lens_k)
         cu_seqlens = _given_documents(cu_seq_lens_q, query, num_columns, mask)
     elif mask is not None:
         if num_queries != num_columns:
@@ -218,7 +219,7 @@ def _checked_mask(attention_mask: Tensor) -> Tensor | None:
         raise NotImplementedError(
             'with attn_implementation="dilated" attention_mask has the shape [batch, tokens], 1 for a real token: a '
             f"mask of its own for every pair of tokens is not honoured, got {attention_mask.dtype} of shape "
-            f"{tuple(attention_mask.shape)}; put who sees whom into the pattern"
+            f"{tuple(attention_mask.shape)}; put visibility into the pattern"
         )
     return unseal(attention_mask)
 
@@ -255,18 +256,6 @@ def _plain_attention(
     return out.transpose(1, 2).contiguous()
 
 
-def _check_boundaries(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> None:
-    if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q:
-        return
-    words = "cu_seq_lens_q and cu_seq_lens_k must be the same boundaries, those of self-attention"
-    if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-        raise ValueError(f"{words}: got {cu_seq_lens_q.shape[0] - 1} and {cu_seq_lens_k.shape[0] - 1} documents")
-    if is_unread(cu_seq_lens_q):
-        torch._assert_async((cu_seq_lens_k == cu_seq_lens_q).all(), words)
-    elif not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
-        raise ValueError(f"{words}: got {cu_seq_lens_q.tolist()} and {cu_seq_lens_k.tolist()}")
-
-
 def _given_documents(cu_seq_lens_q: Tensor, query: Tensor, num_columns: int, mask: Tensor | None) -> Tensor:
     if query.shape[0] != 1 or query.shape[1] != num_columns:
         raise ValueError(
@@ -277,13 +266,12 @@ def _given_documents(cu_seq_lens_q: Tensor, query: Tensor, num_columns: int, mas
         # Without a cache, transformers derives the same documents from position_ids.
         begins = functional.pad(mask[0, 1:] != mask[0, :-1], (1, 1), value=True)
         given = torch.isin(torch.arange(len(begins), device=begins.device), cu_seq_lens_q.to(begins.device))
-        words = "cu_seq_lens_q must say what position_ids say, and comes without an attention_mask"
-        if is_unread(mask):
-            torch._assert_async((begins == given).all(), words)
-        elif not torch.equal(begins, given):
-            raise ValueError(
-                f"{words}: got the boundaries {cu_seq_lens_q.tolist()} beside {begins.nonzero().flatten().tolist()}"
-            )
+        require(
+            (begins == given).all(),
+            ValueError,
+            "cu_seq_lens_q must say what position_ids say, and comes without an attention_mask",
+            lambda: f": got the boundaries {cu_seq_lens_q.tolist()} and {begins.nonzero().flatten().tolist()}",
+        )
     return cu_seq_lens_q.int()
 
 
@@ -329,7 +317,7 @@ def _check_not_packed(position_ids: Tensor) -> None:
         return
     steps = position_ids.diff(dim=-1)
     follows = (steps == 1).all()
-    words = "position_ids begin anew within a row: pass "
+    words = "position_ids restart within a row: pass "
     if torch.compiler.is_compiling():
         torch._assert_async(follows, words + "cu_seq_lens_q, the boundaries of its documents, under torch.compile")
     elif not follows and (steps <= 0).any():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.models import LongNetCache
-from dilated_attention_pytorch.models.cache import CacheStep, refuse_removal
+from dilated_attention_pytorch.models.cache import CacheStep, ForwardOnlyCache
 from dilated_attention_pytorch.models.padding import real_runs
 from dilated_attention_pytorch.patterns import Pattern
 
@@ -27,7 +27,7 @@ class _Rows(LongNetCache):
         self._begin(patterns, num_kv_heads, None)
 
 
-class BoundedCache:
+class BoundedCache(ForwardOnlyCache):
     """Keys and values that later tokens can still attend to: ``past_key_values`` of a decoder with a pattern.
 
     A key/value head holds at most ``sum_i ceil(min(w_i, t) / r_i)`` rows after t tokens, with a window of w tokens at
@@ -55,11 +55,6 @@ class BoundedCache:
     >>> text.shape, max(cache.rows_per_head(layer=0))  # of 204 rows
     (torch.Size([1, 205]), 12)
     """
-
-    is_compileable = False
-    """Read by transformers: shapes change between steps."""
-    is_croppable = False
-    """Read by transformers: dropped rows cannot be restored."""
 
     def __init__(self, config: Any) -> None:
         config = text_config(config)
@@ -97,8 +92,8 @@ class BoundedCache:
             self._rows = _Rows(self._patterns, key_states.shape[1])
         if self._seen[layer_idx] != self._attended[layer_idx]:
             raise RuntimeError(
-                f"BoundedCache was told of {self._seen[layer_idx]} tokens in layer {layer_idx}, and its attention "
-                f"brought {self._attended[layer_idx]}: this model changes keys between its cache and its attention, or "
+                f"BoundedCache saw {self._seen[layer_idx]} tokens in layer {layer_idx}, and its attention "
+                f"{self._attended[layer_idx]}: this model changes keys between its cache and its attention, or "
                 'does not attend by attn_implementation="dilated"; use the model\'s own cache'
             )
         self._seen[layer_idx] += key_states.shape[2]
@@ -139,7 +134,7 @@ class BoundedCache:
         num_new = query.shape[1]
         if self._attended[layer] + num_new != self._seen[layer]:
             raise NotImplementedError(
-                f"BoundedCache was told of {self._seen[layer]} tokens in layer {layer}, and its attention brings token "
+                f"BoundedCache saw {self._seen[layer]} tokens in layer {layer}, and its attention reaches token "
                 f"{self._attended[layer] + num_new}: what is stored is attended to once, and this model attends to the "
                 "keys of a layer several times, as DiffLlama does and layers that share keys; use the model's own cache"
             )
@@ -188,22 +183,6 @@ class BoundedCache:
         self._rows, self._step, self._served = None, None, set()
         self._seen, self._attended = [0] * len(self._seen), [0] * len(self._seen)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, as transformers does after rejected candidates; only 0 is possible.
-
-        Raises:
-            NotImplementedError: ``tokens_to_remove`` is not 0.
-        """
-        refuse_removal(type(self).__name__, tokens_to_remove)
-
-    def activate_past_recording(self) -> None:
-        """Called by transformers before it rolls back tokens, as assisted generation and prompt lookup do.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        refuse_removal(type(self).__name__, 1)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch ``repeats`` times in a row."""
         if self._rows is not None:
@@ -227,7 +206,7 @@ def _check_layers(config: Any) -> None:
     others = [number for number, kind in enumerate(kinds) if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer")]
     if others:
         raise NotImplementedError(
-            "BoundedCache keeps keys and values, some of every layer, and what layer "
+            "BoundedCache keeps keys and values of every layer, and what layer "
             f"{others[0]} of this model keeps is a {kinds[others[0]]} (convolutions, linear attention and recurrent "
             "layers have a state, and layers that share keys have none): use the model's own cache"
         )
@@ -240,5 +219,5 @@ def _check_layers(config: Any) -> None:
 
 def cache_of(key: Tensor) -> tuple[BoundedCache, int] | None:
     """The cache that registered these keys, and their layer; None for keys of another cache or of none."""
-    found: tuple[BoundedCache, int] | None = getattr(key, _ATTRIBUTE, None)
-    return found
+    registered: tuple[BoundedCache, int] | None = getattr(key, _ATTRIBUTE, None)
+    return registered

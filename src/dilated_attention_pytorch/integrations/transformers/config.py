@@ -43,7 +43,7 @@ def check_pattern(pattern: Pattern | Sequence[Pattern | None], config: Any) -> d
         TypeError, ValueError: see :func:`set_pattern`.
     """
     if isinstance(pattern, Pattern):
-        _check_some_layer_is_free(config)
+        _check_windows_leave_a_layer(config)
         return {"pattern": pattern.spec}
     texts = [None if one is None else _spec(one) for one in pattern]
     for layer in range(max(len(texts), num_layers(config))):
@@ -110,7 +110,7 @@ def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None
     if isinstance(texts, str):
         if window is None:
             return texts
-        _check_some_layer_is_free(config)
+        _check_windows_leave_a_layer(config)
         if layer is not None and window_of_layer(config, layer) is None and getattr(config, "layer_types", None):
             raise ValueError(
                 f'layer {layer} is "{config.layer_types[layer]}" in config.layer_types, and its model gives it a '
@@ -175,7 +175,7 @@ def check_no_window(config: Any, layer: int) -> None:
         )
 
 
-def _check_some_layer_is_free(config: Any) -> None:
+def _check_windows_leave_a_layer(config: Any) -> None:
     if not getattr(config, "is_heterogeneous", False) and not getattr(config, "sliding_window", None):
         return
     types: Sequence[str] = getattr(config, "layer_types", None) or ()
@@ -215,7 +215,7 @@ def num_layers(config: Any) -> int:
     number: int | None = getattr(config, "num_hidden_layers", None)
     if number is None:
         raise NotImplementedError(
-            f"a pattern per layer, or one beside sliding windows, needs the number of layers, and "
+            f"a pattern per layer, or one in addition to sliding windows, needs the number of layers, and "
             f"{type(config).__name__} has no num_hidden_layers: give one pattern for the whole model"
         )
     return number

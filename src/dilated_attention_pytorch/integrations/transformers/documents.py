@@ -42,14 +42,14 @@ def seal(documents: Tensor, *, is_causal: bool, is_packed: bool = False) -> Tens
     return sealed.expand(-1, -1, 3, -1) if is_packed else sealed
 
 
-def seal_whole(num_columns: int, device: torch.device, *, is_causal: bool) -> Tensor:
+def seal_single(num_columns: int, device: torch.device, *, is_causal: bool) -> Tensor:
     """The seal of rows that are one document each, without padding: bits ``[1, 1, 2, columns]``."""
-    one = _sealed(torch.zeros(1, 1, dtype=torch.int32, device=device), is_causal)
-    return one[None, None].expand(1, 1, 2, num_columns)
+    sealed = _sealed(torch.zeros(1, 1, dtype=torch.int32, device=device), is_causal)
+    return sealed[None, None].expand(1, 1, 2, num_columns)
 
 
 def is_seal(mask: Tensor) -> bool:
-    """Whether a mask was made by :func:`seal` or :func:`seal_whole`."""
+    """Whether a mask was made by :func:`seal` or :func:`seal_single`."""
     return mask.dtype in (*_SEALS.values(), *_EXPORTED.values()) and mask.dim() == 4
 
 
@@ -64,7 +64,7 @@ def is_causal_seal(mask: Tensor) -> bool:
 
 
 def unseal(mask: Tensor) -> Tensor | None:
-    """The documents of a :func:`seal`, int32 ``[B, columns]``; None for :func:`seal_whole`."""
+    """The documents of a :func:`seal`, int32 ``[B, columns]``; None for :func:`seal_single`."""
     if mask.shape[2] == 2:
         return None
     return _unseal(mask[:, 0, 0]) if mask.dtype in _NUMBERS else mask[:, 0, 0].int()

@@ -109,7 +109,7 @@ def _length_before(config: Any, length: int) -> int:
 
 def _rotaries(model: nn.Module, config: Any) -> list[tuple[nn.Module, str, Any]]:
     """Every rotary embedding that derives its frequencies from ``config``, with its parent and name."""
-    found = [
+    rotaries = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
@@ -117,12 +117,12 @@ def _rotaries(model: nn.Module, config: Any) -> list[tuple[nn.Module, str, Any]]
         # Other parts of a model, such as a vision tower, have their own configuration.
         if hasattr(child, "compute_default_rope_parameters") and child.config is config
     ]
-    if not found:
+    if not rotaries:
         raise NotImplementedError(
             f"{type(model).__name__} has no rotary positions of transformers' kind, whose frequencies follow from "
             "config.rope_parameters, so they cannot be scaled; for a pattern alone call set_pattern"
         )
-    return found
+    return rotaries
 
 
 def _made(rotaries: list[tuple[nn.Module, str, Any]], scaled: Any, *, is_as_before: bool) -> list[Any]:
@@ -140,10 +140,10 @@ def _made(rotaries: list[tuple[nn.Module, str, Any]], scaled: Any, *, is_as_befo
         raise NotImplementedError(
             f"{type(scaled).__name__} does not take the rotary parameters {wanted} ({error}); choose another scaling"
         ) from error
-    for found in (again.rope_parameters, scaled.rope_parameters):
-        if found != wanted:
+    for other in (again.rope_parameters, scaled.rope_parameters):
+        if other != wanted:
             raise NotImplementedError(
-                f"{type(scaled).__name__} makes other rotary parameters ({found}) of {wanted}; choose another scaling"
+                f"{type(scaled).__name__} makes other rotary parameters ({other}) of {wanted}; choose another scaling"
             )
     for (_, _, old), new in zip(rotaries, made, strict=True):
         for buffer in old.buffers():
@@ -156,11 +156,11 @@ def _made(rotaries: list[tuple[nn.Module, str, Any]], scaled: Any, *, is_as_befo
     return made
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(rotary: Any, other: Any) -> bool:
     """Whether two rotary embeddings have the same frequencies at every length."""
-    buffers = zip(one.buffers(), other.buffers(), strict=True)
-    scalings = (getattr(module, "attention_scaling", None) for module in (one, other))
-    is_fixed = getattr(one, "rope_type", None) != "dynamic"
+    buffers = zip(rotary.buffers(), other.buffers(), strict=True)
+    scalings = (getattr(module, "attention_scaling", None) for module in (rotary, other))
+    is_fixed = getattr(rotary, "rope_type", None) != "dynamic"
     return is_fixed and len(set(scalings)) == 1 and all(torch.equal(a, b) for a, b in buffers)
 
 

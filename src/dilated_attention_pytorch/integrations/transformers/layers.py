@@ -33,7 +33,7 @@ _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "mu
 """Functions that only attention calls."""
 
 
-def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bool) -> None:
+def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_attention: bool) -> None:
     """Find the attention layers of the model parts that have one of these configurations.
 
     Afterwards each layer raises if its first call does not reach the registered attention function.
@@ -41,7 +41,7 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bo
     Args:
         model: a transformers model.
         configs: configurations, compared by identity.
-        is_whole: whether they cover all attention of the model, so that at least one layer must be found.
+        is_all_attention: whether they cover all attention of the model, so that at least one layer must be found.
 
     Raises:
         NotImplementedError: a layer computes attention itself, or no layer uses transformers' attention interface.
@@ -67,9 +67,9 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_whole: bo
         _check_reads_no_mask(model, name, module)
         if not is_layer and not is_apart and _is_named_attention(kind):
             rest = rest or f': {kind.__name__} ("{name}") is something else'
-    if not layers and is_whole:
+    if not layers and is_all_attention:
         check_is_in_no_part(model, configs)
-    if not layers and (is_whole or rest):
+    if not layers and (is_all_attention or rest):
         raise NotImplementedError(
             f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
             f'pattern{rest}. Use "sdpa" or "eager" for this model, without a pattern'
@@ -168,7 +168,7 @@ def _look_through_once(model: PreTrainedModel) -> None:
         return
     # Include inner models: some are never called as a whole, only their layers are.
     inside = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    look_through(model, [config for config in inside if config._attn_implementation == NAME], is_whole=False)
+    look_through(model, [config for config in inside if config._attn_implementation == NAME], is_all_attention=False)
     setattr(model, _PROOF, True)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .documents import UNWRITTEN, is_unread, seal, seal_whole
+from .documents import UNWRITTEN, is_unread, seal, seal_single
 
 MaskFunction = Callable[..., Any]
 
@@ -49,7 +49,7 @@ def documents_mask(
         config: the model's configuration.
 
     Returns:
-        the result of :func:`seal`, or of :func:`seal_whole` if every row is one document without padding.
+        the result of :func:`seal`, or of :func:`seal_single` if every row is one document without padding.
 
     Raises:
         NotImplementedError: a rule other than a window.
@@ -69,7 +69,7 @@ def documents_mask(
             documents = _packed_documents(mask_function, batch_size, q_length, torch.device(device))
             if documents is not None:
                 return seal(documents, is_causal=is_causal, is_packed=True)
-        return seal_whole(kv_length, torch.device(device), is_causal=is_causal)
+        return seal_single(kv_length, torch.device(device), is_causal=is_causal)
     if attention_mask.dim() != 2:
         raise NotImplementedError(
             "attention_mask must have the shape [batch, tokens] with 1 for a real token, got "
@@ -81,7 +81,7 @@ def documents_mask(
     if unwritten is not None:
         documents = torch.where(unwritten, UNWRITTEN, documents)
     elif not is_unread(real) and real.all():
-        return seal_whole(kv_length, torch.device(device), is_causal=is_causal)
+        return seal_single(kv_length, torch.device(device), is_causal=is_causal)
     return seal(documents, is_causal=is_causal)
 
 

@@ -47,26 +47,26 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
 
     config = text_config(model.config)
     configs = [config, *_copies(model, config)]
-    look_through(model, configs, is_whole=True)
+    look_through(model, configs, is_all_attention=True)
     entry = check_pattern(pattern, config)
     register()
     for module in model.modules():
         # Other parts may use the implementation as well.
         if isinstance(module, PreTrainedModel):
             watch(module)
-    before = [(one, one._attn_implementation) for one in configs]
+    before = [(part_config, part_config._attn_implementation) for part_config in configs]
     model.set_attn_implementation(chosen_parts(model.config, lambda part: part is config))
-    stays = [one._attn_implementation for one in configs if one._attn_implementation != NAME]
+    stays = [part_config._attn_implementation for part_config in configs if part_config._attn_implementation != NAME]
     if stays:
-        for one, implementation in before:
-            one._attn_implementation = implementation
+        for part_config, implementation in before:
+            part_config._attn_implementation = implementation
         check_is_in_no_part(model, configs)
         raise NotImplementedError(
             f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
             f'pattern (its attention stays "{stays[0]}")'
         )
-    for one in configs:
-        setattr(one, FIELD, dict(entry))
+    for part_config in configs:
+        setattr(part_config, FIELD, dict(entry))
     keep_implementation(model.config)
     return model
 
@@ -78,12 +78,12 @@ def _copies(model: PreTrainedModel, config: Any) -> list[Any]:
     named: list[Any] = []
     todo = [model.config]
     while todo:
-        named.append(one := todo.pop())
-        todo += [part for name in one.sub_configs if (part := getattr(one, name, None)) is not None]
+        named.append(part_config := todo.pop())
+        todo += [part for name in part_config.sub_configs if (part := getattr(part_config, name, None)) is not None]
     copies: list[Any] = []
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or type(module.config) is not type(config):
             continue
-        if all(module.config is not one for one in (*named, *copies)):
+        if all(module.config is not part_config for part_config in (*named, *copies)):
             copies.append(module.config)
     return copies

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Dropout(NamedTuple):
+    """What determines which pairs are kept, and the factor of those."""
+
+    seed: tl.tensor
+    threshold: tl.tensor
+    keep_scale: tl.tensor
+
+
+@triton.jit
+def dropout_of(GIVEN, DROPOUT: tl.constexpr):
+    """The :class:`Dropout` of a kernel that got a pointer to the seed, the threshold, and the factor."""
+    SEED, threshold, keep_scale = GIVEN
+    seed = tl.load(SEED) if DROPOUT else 0
+    return Dropout(seed, threshold, keep_scale)
 
 
 @triton.jit
@@ -33,9 +51,9 @@ def key_state(seed, key_row):
 
 
 @triton.jit
-def keep_factors(query_states, key_states, threshold, keep_scale):
+def keep_factors(query_states, key_states, dropout):
     """``keep_scale`` where the pair is kept, else 0, for states that broadcast against each other."""
     state = query_states ^ key_states
     state = (state ^ ((state >> 16) & 0xFFFF)) * -2048144789
     state = (state ^ ((state >> 13) & 0x7FFFF)) * -1028477387
-    return tl.where(state >= threshold, keep_scale, 0.0)
+    return tl.where(state >= dropout.threshold, dropout.keep_scale, 0.0)

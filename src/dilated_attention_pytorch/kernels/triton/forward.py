@@ -9,16 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .counter import head_state, keep_factors, key_state, query_state
+from .counter import dropout_of, head_state, keep_factors, key_state, query_state
 from .runs import is_active_in, keys_seen, load_run
 from .segments import first_position
 from .tiles import (
     SIZES,
     is_seen_key,
     kept_within,
+    keys_of,
+    lines_at,
     lines_of,
     load_block,
     load_lines,
+    load_rows,
     product,
     rounded,
     rows_of,
@@ -54,53 +57,39 @@ def _attend_blocks(
     maximum,
     total,
     out,
-    KEY,
-    VALUE,
-    key_stride,
-    value_stride,
-    first,
-    rate,
-    count,
+    keys,
+    run,
     from_block,
     to_block,
     start,
     stop,
     is_active,
-    key_offset,
-    PADDING,
-    seed,
+    dropout,
     query_states,
-    threshold,
-    keep_scale,
     scale_log2,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_RUN: tl.constexpr,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BANDED: tl.constexpr,
-    PADDED: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """Attend to the blocks ``[from_block, to_block)`` of the run of keys that begins at position ``first``."""
-    line = tl.arange(0, BLOCK_RUN)
-    first_row = first - key_offset
-    key_pointers, key_step = rows_of_run(KEY, key_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
-    value_pointers, value_step = rows_of_run(VALUE, value_stride, first_row, rate, BLOCK_RUN, BLOCK_D)
+    """Attend to the blocks ``[from_block, to_block)`` of a run of keys."""
+    first, rate, count = run.first, run.rate, run.count
+    line = tl.arange(0, OPTIONS.BLOCK_RUN)
+    first_row = first - keys.offset
+    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS)
+    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS)
     for block in range(from_block, to_block):
-        index = block * BLOCK_RUN + line
-        is_key = is_seen_key(index, count, first_row, rate, PADDING, PADDED)
-        key = load_block(key_pointers + block * key_step, is_key, MASKED or PADDED, D, BLOCK_D)
+        index = block * OPTIONS.BLOCK_RUN + line
+        is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
+        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
         score = product(query, tl.trans(key))
-        if PADDED or (MASKED and not (CAUSAL or BANDED)):
+        if OPTIONS.PADDED or (MASKED and not (OPTIONS.CAUSAL or OPTIONS.BANDED)):
             score = tl.where(is_key[None, :], score, float("-inf"))
-        if MASKED and (CAUSAL or BANDED):
-            score = kept_within(score, float("-inf"), block * BLOCK_RUN, line, start, stop, BANDED)
-        value = load_block(value_pointers + block * value_step, is_key, MASKED or PADDED, D, BLOCK_D)
+        if MASKED and (OPTIONS.CAUSAL or OPTIONS.BANDED):
+            score = kept_within(score, float("-inf"), block * OPTIONS.BLOCK_RUN, line, start, stop, OPTIONS.BANDED)
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
         maximum, total, decay, probability = probabilities_of(score, maximum, total, is_active, scale_log2)
-        if DROPOUT:
-            key_states = key_state(seed, (first + index * rate).to(tl.int64))
-            probability *= keep_factors(query_states[:, None], key_states[None, :], threshold, keep_scale)
+        if OPTIONS.DROPOUT:
+            key_states = key_state(dropout.seed, (first + index * rate).to(tl.int64))
+            probability *= keep_factors(query_states[:, None], key_states[None, :], dropout)
         out = product(rounded(probability, value.dtype), value, out * decay[:, None])
     return maximum, total, out
 
@@ -112,20 +101,9 @@ def forward_kernel(
     VALUE,
     OUT,
     LSE,
-    ORDER,
-    RUNS,
-    RANGES,
+    TILES,
     PADDING,
-    SEED,
-    query_stride_b,
-    query_stride_n,
-    query_stride_h,
-    key_stride_b,
-    key_stride_n,
-    key_stride_h,
-    value_stride_b,
-    value_stride_n,
-    value_stride_h,
+    DROPOUT,
     batch_size,
     num_queries,
     num_keys,
@@ -139,29 +117,22 @@ def forward_kernel(
     lines_per_head,
     num_splits,
     scale_log2,
-    threshold,
-    keep_scale,
-    RATIO: tl.constexpr,
-    PACK: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_RUN: tl.constexpr,
-    LINE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ORDERED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BANDED: tl.constexpr,
-    PADDED: tl.constexpr,
-    ZERO_PAD_KEYS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ROTATED: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split computes its share of every run's keys.
 
     A run of few blocks has no share for most splits: with ``ROTATED``, the shares move on by one split with every run.
     ``query_offset`` is the position of the first query, or a pointer to it.
+
+    ``QUERY``, ``KEY`` and ``VALUE`` are pointers with the strides of sequences, rows and heads. ``TILES`` are pointers
+    to the order of rows, the runs, and each tile's range of runs; ``DROPOUT`` is a pointer to the seed, with threshold
+    and factor; ``OPTIONS`` is a :class:`.ComputingOptions`.
     """
+    ORDER, RUNS, RANGES = TILES
+    D: tl.constexpr = OPTIONS.D
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
+    BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     split = tl.program_id(0) % num_splits
     batch, kv_head, head_block, window, tile = tile_of(
         tl.program_id(0) // num_splits,
@@ -171,36 +142,34 @@ def forward_kernel(
         heads_per_span,
         windows_per_span,
         tiles_per_window,
-        RATIO // PACK,
-        CAUSAL,
+        OPTIONS.RATIO // OPTIONS.PACK,
+        OPTIONS.CAUSAL,
     )
-    slot = tl.arange(0, BLOCK_ROWS) // PACK
-    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
+    slot = tl.arange(0, BLOCK_ROWS) // OPTIONS.PACK
+    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
     is_row = row >= 0
-    head = kv_head * RATIO + head_block * PACK + tl.arange(0, BLOCK_ROWS) % PACK
+    head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, BLOCK_ROWS) % OPTIONS.PACK
     batch = batch.to(tl.int64)
-    query_lines = batch * query_stride_b + row.to(tl.int64) * query_stride_n + head.to(tl.int64) * query_stride_h
-    query = load_lines(QUERY, query_lines, is_row, D, BLOCK_D)
+    query = load_rows(lines_at(QUERY, batch, row, head), is_row, OPTIONS)
     position = row + first_position(query_offset, key_offset + num_keys - num_queries)
-    seed = tl.load(SEED) if DROPOUT else 0
+    dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     query_states = position
-    if DROPOUT:
-        query_states = query_state(head_state(seed, batch, head.to(tl.int64)), position.to(tl.int64))
+    if OPTIONS.DROPOUT:
+        query_states = query_state(head_state(dropout.seed, batch, head.to(tl.int64)), position.to(tl.int64))
     maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-    keys = KEY + batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
-    values = VALUE + batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
-    padding = PADDING + batch * num_keys
+    keys = keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset)
     line, num_runs = lines_of(
-        RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, WINDOW, LINE
+        RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, OPTIONS
     )
     share = split
     for _ in range(num_runs):
-        first, rate, count, full, zero_pad_keys = load_run(line)
+        run = load_run(line)
         is_active = is_row & is_active_in(line, slot)
-        start, stop = keys_seen(line, position, is_active, LINE, CAUSAL, BANDED)
-        if ZERO_PAD_KEYS:
+        start, stop = keys_seen(line, position, is_active, OPTIONS.LINE, OPTIONS.CAUSAL, OPTIONS.BANDED)
+        if OPTIONS.ZERO_PAD_KEYS:
+            zero_pad_keys = run.extra
             has_zero_pad_keys = is_active & (tl.where(split == 0, zero_pad_keys, 0) > 0)
             # A zero-padding key has score 0.
             highest = tl.where(has_zero_pad_keys, tl.maximum(maximum, 0.0), maximum)
@@ -209,7 +178,7 @@ def forward_kernel(
             total = total * decay + tl.where(has_zero_pad_keys, zero_pad_keys * tl.exp2(-reference), 0.0)
             out = out * decay[:, None]
             maximum = highest
-        num_full, num_blocks = full // BLOCK_RUN, (count + BLOCK_RUN - 1) // BLOCK_RUN
+        num_full, num_blocks = run.edge // BLOCK_RUN, (run.count + BLOCK_RUN - 1) // BLOCK_RUN
         from_block, to_block = num_blocks * share // num_splits, num_blocks * (share + 1) // num_splits
         # Blocks that every row sees whole, then those that need a mask.
         for MASKED in tl.static_range(2):
@@ -219,43 +188,28 @@ def forward_kernel(
                 total,
                 out,
                 keys,
-                values,
-                key_stride_n,
-                value_stride_n,
-                first,
-                rate,
-                count,
+                run,
                 tl.maximum(num_full, from_block) if MASKED else from_block,
                 to_block if MASKED else tl.minimum(num_full, to_block),
                 start,
                 stop,
                 is_active,
-                key_offset,
-                padding,
-                seed,
+                dropout,
                 query_states,
-                threshold,
-                keep_scale,
                 scale_log2,
-                D,
-                BLOCK_D,
-                BLOCK_RUN,
                 MASKED,
-                CAUSAL,
-                BANDED,
-                PADDED,
-                DROPOUT,
+                OPTIONS,
             )
-        if ROTATED:
+        if OPTIONS.ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
-        line += LINE
-    if BLOCK_D > 128 and not (CAUSAL or BANDED):  # if no mask needs their positions
+        line += OPTIONS.LINE
+    if BLOCK_D > 128 and not (OPTIONS.CAUSAL or OPTIONS.BANDED):  # if no mask needs their positions
         # Rows are loaded again: keeping them through the loops takes registers that the loops need. The barrier keeps
         # the compiler from merging the two loads.
         tl.debug_barrier()
-        row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // PACK, WINDOW, ORDERED)
+        row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
         is_row = row >= 0
-    num_heads = num_kv_heads * RATIO
+    num_heads = num_kv_heads * OPTIONS.RATIO
     out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
     has_key = total != 0.0  # true for NaN: NaN or infinite inputs give NaN
     out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)

@@ -19,12 +19,14 @@ from .forward import forward_kernel, merge_splits_kernel
 from .key_gradients import key_gradient_kernel
 from .order import order_kernel
 from .plan import KernelPlan, Walk, plan_of
-from .problem import Problem
+from .problem import Kind, Problem
 from .query_gradients import query_gradient_kernel
 from .runs import runs_kernel
 from .table import COVERING_LENGTH
 from .tuning import fastest
 
+Strided = tuple[Tensor, int, int, int]
+"""A tensor, and the strides of its sequences, rows and heads."""
 _EVERYTHING = (DilationGroup(COVERING_LENGTH, 1),)
 
 
@@ -44,7 +46,7 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
         return out, lse
     kernel = plan_of(problem).forward
     splits = kernel.num_splits if num_splits is None else num_splits
-    operands = (*_optional(problem), *_strides_of(problem))
+    tensors, operands = _tensors(problem), _optional(problem, kernel.kind)
     with _on_device(query):
         order = _order_of(problem, kernel)
         parts = (out, lse)
@@ -53,10 +55,10 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
 
         def launch(chosen: BlockSizes) -> None:
             walk = kernel.walk(chosen, splits)
-            runs = _runs_of(problem, kernel, walk, order)
+            tiles = order, *_runs_of(problem, kernel, walk, order)
             before, after, keywords = walk.computing
             numbers = (*before, problem.query_offset, *after)
-            forward_kernel.run(*_tensors(problem), *parts, order, *runs, *operands, *numbers, **keywords)
+            forward_kernel.run(*tensors, *parts, tiles, *operands, *numbers, **keywords)
 
         launch(fastest(kernel.choice, launch))
         if splits > 1:
@@ -80,16 +82,16 @@ def backward(
             "the gradient is planned with the position of the queries, and got one that lies on the device: pass "
             "query_offset as an integer"
         )
-    tensors = _tensors(problem)
     grad_query, grad_key, grad_value = (
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in (problem.query, problem.key, problem.value)
     )
     if grad_query.numel() == 0 or grad_key.numel() == 0:
         return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
     plan = plan_of(problem)
-    operands = (*_optional(problem), *_strides_of(problem), *grad_out.stride()[:3])
+    tensors, operands, of_grad_out = _tensors(problem), _optional(problem, plan.kind), _strided(grad_out)
     delta = torch.empty_like(lse)
-    given = delta if grad_lse is None else grad_lse.contiguous()
+    given = None if grad_lse is None else grad_lse.contiguous()
 
     with _on_device(problem.query):
         order = _order_of(problem, plan.query_gradient)
@@ -99,21 +101,20 @@ def backward(
         def launch_queries(chosen: BlockSizes) -> None:
             kernel = plan.query_gradient
             walk = kernel.walk(chosen)
-            runs = _runs_of(problem, kernel, walk, order)
+            tiles = order, *_runs_of(problem, kernel, walk, order)
             before, after, keywords = walk.computing
-            rows = (out, grad_out, lse, given, delta, grad_query)
+            rows = (out, of_grad_out, lse, given, delta, grad_query)
             numbers = (*before, problem.query_offset, *after)
-            has_grad_lse = {"HAS_GRAD_LSE": grad_lse is not None}
-            query_gradient_kernel.run(*tensors, *rows, order, *runs, *operands, *numbers, **keywords, **has_grad_lse)
+            query_gradient_kernel.run(*tensors, *rows, tiles, *operands, *numbers, **keywords)
 
         def launch_keys(chosen: BlockSizes) -> None:
             kernel = plan.key_gradient
             walk = kernel.walk(chosen)
-            runs = _runs_of(problem, kernel, walk, order_of_keys)
+            tiles = order_of_keys, *_runs_of(problem, kernel, walk, order_of_keys)
             before, after, keywords = walk.computing
-            rows = (grad_out, lse, delta, grad_key, grad_value)
+            rows = (of_grad_out, lse, delta, grad_key, grad_value)
             numbers = (*before, problem.query_offset, *after)
-            key_gradient_kernel.run(*tensors, *rows, order_of_keys, *runs, *operands, *numbers, **keywords)
+            key_gradient_kernel.run(*tensors, *rows, tiles, *operands, *numbers, **keywords)
 
         launch_queries(fastest(plan.query_gradient.choice, launch_queries))
         launch_keys(fastest(plan.key_gradient.choice, launch_keys))
@@ -177,8 +178,13 @@ def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    return problem.query, problem.key, problem.value
+def _tensors(problem: Problem) -> tuple[Strided, Strided, Strided]:
+    return _strided(problem.query), _strided(problem.key), _strided(problem.value)
+
+
+def _strided(tensor: Tensor) -> Strided:
+    stride_b, stride_n, stride_h, _ = tensor.stride()
+    return tensor, stride_b, stride_n, stride_h
 
 
 def _offset(problem: Problem, kernel: KernelPlan) -> int | Tensor:
@@ -191,17 +197,13 @@ def _documents(problem: Problem) -> Tensor:
     return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
 
 
-def _optional(problem: Problem) -> tuple[Tensor, Tensor]:
+def _optional(problem: Problem, kind: Kind) -> tuple[Tensor, tuple[Tensor, int, float]]:
+    """The padding mask, and the seed, threshold and factor of dropout; for those that are not given, any tensor."""
     mask, seed = problem.key_padding_mask, problem.dropout_seed
     return (
         problem.query if mask is None else mask.contiguous().view(torch.uint8),
-        problem.query if seed is None else seed,
+        (problem.query if seed is None else seed, *kind.dropout),
     )
-
-
-def _strides_of(problem: Problem) -> tuple[int, ...]:
-    """Strides of sequences, rows and heads, for query, key and value."""
-    return *problem.query.stride()[:3], *problem.key.stride()[:3], *problem.value.stride()[:3]
 
 
 def _merge_splits(kernel: KernelPlan, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:

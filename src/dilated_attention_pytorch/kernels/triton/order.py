@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .segments import document_bounds, first_position, interval_of, is_selected, load_group
+from .segments import Documents, Groups, document_bounds, first_position, interval_of, is_selected, load_group
 from .tiles import SIZES
 
 MEMBERSHIP_BITS = tl.constexpr(9)
@@ -45,13 +45,15 @@ def order_kernel(
     index = tl.arange(0, WINDOW)
     row = window * WINDOW + index
     position = tl.minimum(row, num_rows - 1) + offset
-    begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
-    length, _, _, shift = load_group(GROUPS, shortest_group, kv_head, num_kv_heads)
+    documents = Documents(CU_SEQLENS, num_documents, search_steps, last_position)
+    groups = Groups(GROUPS, num_groups, kv_head, num_kv_heads)
+    begin, end = document_bounds(position, documents, PACKED)
+    length, _, _, shift = load_group(groups, shortest_group)
     _, low, _ = interval_of(position, begin, end, length, shift)
     piece = tl.cumsum(((position == low) & (index > 0)).to(tl.int32), 0)
     membership = tl.zeros([WINDOW], tl.int32)
     for group in range(num_groups):
-        length, rate, group_offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
+        length, rate, group_offset, shift = load_group(groups, group)
         start, _, _ = interval_of(position, begin, end, length, shift)
         takes_part = is_selected(position, start, rate, group_offset).to(tl.int32)
         membership = membership << 1 | takes_part

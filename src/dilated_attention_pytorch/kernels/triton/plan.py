@@ -18,10 +18,11 @@ from .order import MEMBERSHIP_BITS
 from .problem import Kind, Positions, Problem, kind_of
 from .regions import regions_of
 from .rule_table import RuleTable, rule_table
-from .runs import line_of, mask_bits
+from .runs import PlanningOptions, line_of, mask_bits
 from .sides import Side, layout_of, side_of
 from .table import group_table
 from .target import triton_version
+from .tiles import ComputingOptions
 from .tuning import TimedChoice, choice_of
 
 # Keys are split to get up to this number of tiles per multiprocessor.
@@ -34,14 +35,14 @@ class Launch(NamedTuple):
 
     before: tuple[int, ...]
     """Numbers before the position of the first row of tiles or queries, which may lie on the device."""
-    after: tuple[float, ...]
+    after: tuple[Any, ...]
     """Numbers after it."""
     keywords: dict[str, Any]
     """The grid and the compile-time constants."""
 
 
 def launch_of(
-    grid: tuple[int, ...], before: tuple[int, ...], after: tuple[float, ...], constants: dict[str, Any]
+    grid: tuple[int, ...], before: tuple[int, ...], after: tuple[Any, ...], **constants: int | NamedTuple
 ) -> Launch:
     """The launch of ``kernel[grid](..., *before, offset, *after, **constants)``, assembled once."""
     return Launch(before, after, {"grid": grid, "warmup": False, "enable_fp_fusion": True, **constants})
@@ -96,12 +97,8 @@ class KernelPlan:
             *kind.search,
             self.positions.last,
         )
-        constants = {
-            "WINDOW": side.window,
-            "PACKED": kind.num_documents is not None,
-            "num_warps": 4,
-        }
-        return launch_of((side.num_windows, kind.num_kv_heads), (side.num_rows,), after, constants)
+        grid, is_packed = (side.num_windows, kind.num_kv_heads), kind.num_documents is not None
+        return launch_of(grid, (side.num_rows,), after, WINDOW=side.window, PACKED=is_packed, num_warps=4)
 
     @functools.cached_property
     def num_splits(self) -> int:
@@ -136,7 +133,6 @@ class KernelPlan:
         programs, layout = layout_of(kind, side, tile_rows, head_blocks)
         regions, line = regions_of(kind, rules, side, tile_rows), line_of(tile_rows, is_banded=kind.is_banded)
         num_tiles = side.num_windows * layout[-1]
-        common = {"WINDOW": side.window, "ORDERED": side.is_ordered, "LINE": line}
         planning = launch_of(
             (num_tiles, kind.num_kv_heads),
             (side.num_rows,),
@@ -151,36 +147,48 @@ class KernelPlan:
                 layout[-1],
                 *regions,
             ),
-            {
-                **common,
-                "TILE_ROWS": tile_rows,
-                "SLOTS": mask_bits(tile_rows),
-                "CAUSAL": kind.is_causal,
-                "PACKED": kind.num_documents is not None,
-                "ZERO_PAD_KEYS": kind.has_zero_pad_keys,
-                "OF_QUERIES": self.of_queries,
-                "RULES": rules is not None,
-                "BANDED": kind.is_banded,
-                "num_warps": 1,
-            },
+            OPTIONS=PlanningOptions(
+                TILE_ROWS=tile_rows,
+                SLOTS=mask_bits(tile_rows),
+                WINDOW=side.window,
+                ORDERED=side.is_ordered,
+                CAUSAL=kind.is_causal,
+                PACKED=kind.num_documents is not None,
+                ZERO_PAD_KEYS=kind.has_zero_pad_keys,
+                OF_QUERIES=self.of_queries,
+                RULES=rules is not None,
+                BANDED=kind.is_banded,
+                LINE=line,
+            ),
+            num_warps=1,
         )
         sizes = kind.batch_size, positions.num_queries, positions.num_keys, kind.num_kv_heads
-        after = positions.key_offset, *layout, regions.lines
-        constants = {
-            **kind.constants,
-            **common,
-            "BLOCK_ROWS": chosen.block_rows,
-            "BLOCK_RUN": chosen.block_run,
-            "num_warps": chosen.num_warps,
-            "num_stages": chosen.num_stages,
-        }
-        if not self.of_queries:
-            constants["PACK"] = self.pack
-        if self.kernel == "forward":
-            constants |= {"ZERO_PAD_KEYS": kind.has_zero_pad_keys, "ROTATED": num_splits > 1 and bool(kind.rules)}
-            computing = launch_of((programs * num_splits,), sizes, (*after, num_splits, *kind.factors[1:]), constants)
+        after: tuple[Any, ...] = positions.key_offset, *layout, regions.lines
+        is_forward = self.kernel == "forward"
+        if is_forward:
+            programs, after = programs * num_splits, (*after, num_splits, kind.scales[1])
         else:
-            computing = launch_of((programs,), sizes, (*after, *kind.factors), constants)
+            after = *after, kind.scales
+        options = ComputingOptions(
+            RATIO=kind.ratio,
+            PACK=self.pack,
+            D=kind.head_dim,
+            BLOCK_D=kind.block_d,
+            BLOCK_ROWS=chosen.block_rows,
+            BLOCK_RUN=chosen.block_run,
+            LINE=line,
+            WINDOW=side.window,
+            ORDERED=side.is_ordered,
+            CAUSAL=kind.is_causal,
+            BANDED=kind.is_banded,
+            PADDED=kind.is_padded,
+            DROPOUT=kind.dropout_p > 0.0,
+            ZERO_PAD_KEYS=is_forward and kind.has_zero_pad_keys,
+            ROTATED=num_splits > 1 and bool(kind.rules),
+        )
+        computing = launch_of(
+            (programs,), sizes, after, OPTIONS=options, num_warps=chosen.num_warps, num_stages=chosen.num_stages
+        )
         return Walk((kind.num_kv_heads, regions.lines, line), (kind.num_kv_heads, num_tiles, 2), planning, computing)
 
 

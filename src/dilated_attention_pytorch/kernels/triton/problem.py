@@ -173,23 +173,15 @@ class Kind:
         return (1, 0) if self.num_documents is None else (self.num_documents, self.num_documents.bit_length())
 
     @functools.cached_property
-    def factors(self) -> tuple[float, float, int, float]:
-        """Scale of the gradients, scale of the scores in base 2, and threshold and factor of dropout."""
-        threshold = min(round(self.dropout_p * 2**32) - 2**31, 2**31 - 1)
-        return self.scale, self.scale * math.log2(math.e), threshold, 1.0 / (1.0 - self.dropout_p)
+    def scales(self) -> tuple[float, float]:
+        """Scale of the gradients, and scale of the scores in base 2."""
+        return self.scale, self.scale * math.log2(math.e)
 
     @functools.cached_property
-    def constants(self) -> dict[str, object]:
-        """Compile-time constants of every computing kernel, independent of its block sizes."""
-        return {
-            "RATIO": self.ratio,
-            "D": self.head_dim,
-            "BLOCK_D": self.block_d,
-            "CAUSAL": self.is_causal,
-            "BANDED": self.is_banded,
-            "PADDED": self.is_padded,
-            "DROPOUT": self.dropout_p > 0.0,
-        }
+    def dropout(self) -> tuple[int, float]:
+        """Threshold of the random states of kept pairs, and the factor of their probabilities."""
+        threshold = min(round(self.dropout_p * 2**32) - 2**31, 2**31 - 1)
+        return threshold, 1.0 / (1.0 - self.dropout_p)
 
 
 kind_of = functools.lru_cache(maxsize=64)(Kind)

@@ -86,31 +86,23 @@ def regions_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) 
 
 @triton.jit
 def first_line(
-    GROUPS,
-    CU_SEQLENS,
+    groups,
+    documents,
     tile,
-    kv_head,
     num_rows,
     offset,
-    num_groups,
-    num_kv_heads,
-    num_documents,
-    search_steps,
-    last_position,
     tiles_per_window,
     per_tile,
     per_document,
-    TILE_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PACKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """First line of each tile's region; for the index past the last tile, the end of the last region."""
-    row = tile // tiles_per_window * WINDOW + tile % tiles_per_window * TILE_ROWS
+    row = tile // tiles_per_window * OPTIONS.WINDOW + tile % tiles_per_window * OPTIONS.TILE_ROWS
     position = tl.minimum(row, num_rows - 1) + offset
-    document, begin, _end = document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+    document, begin, _end = document_of(position, documents, OPTIONS.PACKED)
     begin = tl.minimum(tl.maximum(begin, 0), position)
     line = tile * per_tile + document * per_document
-    for group in range(num_groups):
-        length, _, _, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
+    for group in range(groups.number):
+        length, _, _, shift = load_group(groups, group)
         line += begin // length + (position - begin + shift) // length - (offset + shift) // length
     return line

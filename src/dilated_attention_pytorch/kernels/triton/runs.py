@@ -8,6 +8,8 @@ the largest ``t - p`` of a pair. Without a window, the only bound is that of the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,6 +17,8 @@ from .problem import next_power_of_2
 from .regions import first_line
 from .rules import FAR, cut_of, first_span, load_list, load_span, within_band
 from .segments import (
+    Documents,
+    Groups,
     count_up_to,
     document_bounds,
     first_position,
@@ -26,14 +30,43 @@ from .segments import (
 )
 from .tiles import SIZES, rows_of
 
-FIRST = tl.constexpr(0)  # position of the first row
-RATE = tl.constexpr(1)  # distance from a row to the next
-COUNT = tl.constexpr(2)  # number of rows; of keys under a causal mask, those that some query of the tile sees
-# Of keys: number of those that every query of the run sees. Of queries: number of those before every key of the tile.
+FIRST = tl.constexpr(0)
+RATE = tl.constexpr(1)
+COUNT = tl.constexpr(2)
 EDGE = tl.constexpr(3)
-# Of keys: number of zero-padding keys to add. Of queries: index from which on they see every key of the tile.
 EXTRA = tl.constexpr(4)
 BITS = tl.constexpr(5)
+
+
+class Run(NamedTuple):
+    """The numbers of a run."""
+
+    first: tl.tensor
+    """Position of the first row."""
+    rate: tl.tensor
+    """Distance from a row to the next."""
+    count: tl.tensor
+    """Number of rows; of keys under a causal mask, those that some query of the tile sees."""
+    edge: tl.tensor
+    """Of keys: number of those that every query of the run sees. Of queries: of those before every key of the tile."""
+    extra: tl.tensor
+    """Of keys: number of zero-padding keys to add. Of queries: index from which on they see every key of the tile."""
+
+
+class PlanningOptions(NamedTuple):
+    """Compile-time constants of the kernel that writes runs."""
+
+    TILE_ROWS: int
+    SLOTS: int
+    WINDOW: int
+    ORDERED: bool
+    CAUSAL: bool
+    PACKED: bool
+    ZERO_PAD_KEYS: bool
+    OF_QUERIES: bool
+    RULES: bool
+    BANDED: bool
+    LINE: int
 
 
 def mask_bits(tile_rows: int) -> int:
@@ -70,69 +103,52 @@ def runs_kernel(
     per_tile,
     per_document,
     lines_per_head,
-    TILE_ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ORDERED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr,
-    ZERO_PAD_KEYS: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
-    RULES: tl.constexpr,
-    BANDED: tl.constexpr,
-    LINE: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """``RUNS[kv_head, lines_per_head, :]``, and ``RANGES[kv_head, tile, :]``: a tile's first line, and number of lines.
 
     Tiles hold queries and runs hold keys, or, with ``OF_QUERIES``, vice versa. ``offset`` is the position of the first
-    row that tiles hold, or a pointer to it.
+    row that tiles hold, or a pointer to it. ``OPTIONS`` is a :class:`PlanningOptions`.
     """
     offset = first_position(offset, last_position - num_rows)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    slot = tl.arange(0, SLOTS)
-    row = rows_of(
-        ORDER, kv_head, tile // tiles_per_window, tile % tiles_per_window, num_rows, slot, TILE_ROWS, WINDOW, ORDERED
-    )
+    slot = tl.arange(0, OPTIONS.SLOTS)
+    window, tile_in_window = tile // tiles_per_window, tile % tiles_per_window
+    row = rows_of(ORDER, kv_head, window, tile_in_window, num_rows, slot, OPTIONS.TILE_ROWS, OPTIONS)
     is_row = row >= 0
     position = tl.maximum(row, 0) + offset
-    begin, end = document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+    documents = Documents(CU_SEQLENS, num_documents, search_steps, last_position)
+    groups = Groups(GROUPS, num_groups, kv_head, num_kv_heads)
+    begin, end = document_bounds(position, documents, OPTIONS.PACKED)
     # Invalid boundaries may leave rows outside of every document: they see nothing.
     is_inside = is_row & (position >= begin) & (position < end)
     ends = first_line(
-        GROUPS,
-        CU_SEQLENS,
+        groups,
+        documents,
         tile + tl.arange(0, 2),
-        kv_head,
         num_rows,
         offset,
-        num_groups,
-        num_kv_heads,
-        num_documents,
-        search_steps,
-        last_position,
         tiles_per_window,
         per_tile,
         per_document,
-        TILE_ROWS,
-        WINDOW,
-        PACKED,
+        OPTIONS,
     )
     first_run = tl.min(ends)
     # At least the number of runs; the bound keeps memory safe from invalid boundaries.
     room = tl.max(ends) - first_run
-    table = RUNS + (kv_head.to(tl.int64) * lines_per_head + first_run) * LINE
+    table = RUNS + (kv_head.to(tl.int64) * lines_per_head + first_run) * OPTIONS.LINE
     num_runs = tile * 0
     low, high = num_runs - FAR, num_runs + FAR
-    if CAUSAL:
+    if OPTIONS.CAUSAL:
         high = num_runs
     for group in range(num_groups):
-        length, rate, group_offset, shift = load_group(GROUPS, group, kv_head, num_kv_heads)
+        length, rate, group_offset, shift = load_group(groups, group)
         start, its_first, its_last = interval_of(position, begin, end, length, shift)
         takes_part = is_inside & is_selected(position, start, rate, group_offset)
         cursor = tl.min(tl.where(takes_part, its_first, FAR))
         last = tl.max(tl.where(takes_part, its_last, -1))
         while cursor < last:
-            its_begin, its_end = document_bounds(cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+            its_begin, its_end = document_bounds(cursor, documents, OPTIONS.PACKED)
             its_start, _, its_stop = interval_of(cursor, its_begin, its_end, length, shift)
             is_active = takes_part & (its_first == cursor)
             earliest = tl.min(tl.where(is_active, position, FAR))
@@ -144,49 +160,38 @@ def runs_kernel(
                 tl.maximum(cursor, others_offset),
                 tl.minimum(its_stop, others_offset + num_others),
             )
-            if OF_QUERIES:
+            if OPTIONS.OF_QUERIES:
                 is_mixed = tl.min(is_active.to(tl.int32)) == 0
                 edge, extra = count * 0, tl.where(is_mixed, count, 0)
-                if CAUSAL:
+                if OPTIONS.CAUSAL:
                     edge = count_up_to(earliest - 1, first, rate, count)
                     extra = tl.where(is_mixed, count, count_up_to(latest - 1, first, rate, count))
             else:
                 edge, extra = count, count * 0
-                if ZERO_PAD_KEYS:
-                    extra = num_zero_pad_keys(GROUPS, group, kv_head, num_kv_heads, its_end - its_begin, count)
-                if CAUSAL:
+                if OPTIONS.ZERO_PAD_KEYS:
+                    extra = num_zero_pad_keys(groups, group, its_end - its_begin, count)
+                if OPTIONS.CAUSAL:
                     edge = count_up_to(earliest, first, rate, count)
                     count = count_up_to(latest, first, rate, count)
-            if (latest >= 0) & (count + extra > edge * OF_QUERIES) & (num_runs < room):
-                num_runs = _append(
-                    table, num_runs, first, rate, count, edge, extra, is_active, low, high, SLOTS, BANDED, LINE
-                )
+            if (latest >= 0) & (count + extra > edge * OPTIONS.OF_QUERIES) & (num_runs < room):
+                run = Run(first, rate, count, edge, extra)
+                num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
             cursor = tl.maximum(its_stop, cursor + 1)
-    if RULES:
+    if OPTIONS.RULES:
         for rule in range(num_rules):
             num_runs = _append_rule(
                 table,
                 num_runs,
+                room,
                 SPANS,
-                LISTS,
-                CU_SEQLENS,
-                rule,
-                kv_head,
-                num_kv_heads,
+                span_steps,
+                load_list(LISTS, rule, kv_head, num_kv_heads),
+                documents,
                 position,
                 is_inside,
                 num_others,
                 others_offset,
-                last_position,
-                num_documents,
-                search_steps,
-                span_steps,
-                room,
-                PACKED,
-                OF_QUERIES,
-                SLOTS,
-                BANDED,
-                LINE,
+                OPTIONS,
             )
     place = RANGES + (kv_head * tl.num_programs(0) + tile) * 2
     tl.store(place, first_run)
@@ -194,33 +199,19 @@ def runs_kernel(
 
 
 @triton.jit
-def _append(
-    table,
-    num_runs,
-    first,
-    rate,
-    count,
-    edge,
-    extra,
-    is_active,
-    low,
-    high,
-    SLOTS: tl.constexpr,
-    BANDED: tl.constexpr,
-    LINE: tl.constexpr,
-):
+def _append(table, num_runs, run, is_active, low, high, OPTIONS: tl.constexpr):
     """Append a run to the tile's ``num_runs``; return the new number."""
-    line = table + num_runs * LINE
-    tl.store(line + FIRST, first)
-    tl.store(line + RATE, rate)
-    tl.store(line + COUNT, count)
-    tl.store(line + EDGE, edge)
-    tl.store(line + EXTRA, extra)
-    bits = tl.reshape(is_active.to(tl.int32) << (tl.arange(0, SLOTS) % 32), [SLOTS // 32, 32])
-    tl.store(line + BITS + tl.arange(0, SLOTS // 32), tl.sum(bits, 1))
-    if BANDED:
-        tl.store(line + LINE - 2, low)
-        tl.store(line + LINE - 1, high)
+    line = table + num_runs * OPTIONS.LINE
+    tl.store(line + FIRST, run.first)
+    tl.store(line + RATE, run.rate)
+    tl.store(line + COUNT, run.count)
+    tl.store(line + EDGE, run.edge)
+    tl.store(line + EXTRA, run.extra)
+    bits = tl.reshape(is_active.to(tl.int32) << (tl.arange(0, OPTIONS.SLOTS) % 32), [OPTIONS.SLOTS // 32, 32])
+    tl.store(line + BITS + tl.arange(0, OPTIONS.SLOTS // 32), tl.sum(bits, 1))
+    if OPTIONS.BANDED:
+        tl.store(line + OPTIONS.LINE - 2, low)
+        tl.store(line + OPTIONS.LINE - 1, high)
     return num_runs + 1
 
 
@@ -228,36 +219,26 @@ def _append(
 def _append_rule(
     table,
     num_runs,
+    room,
     SPANS,
-    LISTS,
-    CU_SEQLENS,
+    span_steps,
     rule,
-    kv_head,
-    num_kv_heads,
+    documents,
     position,
     is_inside,
     num_others,
     others_offset,
-    last_position,
-    num_documents,
-    search_steps,
-    span_steps,
-    room,
-    PACKED: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BANDED: tl.constexpr,
-    LINE: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """Append the runs of one rule, document by document and span by span; return the tile's new number of runs."""
-    list_first, list_stop, low, high = load_list(LISTS, rule, kv_head, num_kv_heads)
+    list_first, list_stop, low, high = rule
     nearest, farthest = low, high
-    if OF_QUERIES:
+    if OPTIONS.OF_QUERIES:
         nearest, farthest = -high, -low
     cursor = tl.min(tl.where(is_inside, position, FAR))
     while cursor < FAR:
         # Rules count positions from the beginning of a document.
-        begin, end = document_bounds(cursor, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+        begin, end = document_bounds(cursor, documents, OPTIONS.PACKED)
         is_its = is_inside & (position >= begin) & (position < end)
         own = position - begin
         last_row = tl.max(tl.where(is_its, own, -1))
@@ -275,40 +256,14 @@ def _append_rule(
                 )
                 is_mixed = tl.min(is_active.to(tl.int32)) == 0
                 cut, edge, extra = cut_of(
-                    some_first, some_stop, all_first, all_stop, latest - earliest, is_mixed, OF_QUERIES
+                    some_first, some_stop, all_first, all_stop, latest - earliest, is_mixed, OPTIONS.OF_QUERIES
                 )
                 if (cut > some_first) & (num_runs < room):
-                    num_runs = _append(
-                        table,
-                        num_runs,
-                        some_first + begin,
-                        1,
-                        cut - some_first,
-                        0,
-                        extra,
-                        is_active,
-                        low,
-                        high,
-                        SLOTS,
-                        BANDED,
-                        LINE,
-                    )
+                    run = Run(some_first + begin, 1, cut - some_first, 0, extra)
+                    num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
                 if (some_stop > cut) & (num_runs < room):
-                    num_runs = _append(
-                        table,
-                        num_runs,
-                        cut + begin,
-                        1,
-                        some_stop - cut,
-                        edge,
-                        (some_stop - cut) * OF_QUERIES,
-                        is_active,
-                        low,
-                        high,
-                        SLOTS,
-                        BANDED,
-                        LINE,
-                    )
+                    run = Run(cut + begin, 1, some_stop - cut, edge, (some_stop - cut) * OPTIONS.OF_QUERIES)
+                    num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
             span += 1
             start, stop, first_other, stop_other = load_span(SPANS, span, list_stop)
         cursor = tl.min(tl.where(is_inside & (position >= end), position, FAR))
@@ -317,8 +272,8 @@ def _append_rule(
 
 @triton.jit
 def load_run(line):
-    """The five numbers of a run."""
-    return (
+    """The :class:`Run` in a line."""
+    return Run(
         tl.load(line + FIRST),
         tl.load(line + RATE),
         tl.load(line + COUNT),

@@ -6,6 +6,8 @@ document: the intervals of one group partition the rows. A test compares each fu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,24 @@ OFFSET = tl.constexpr(2)
 SHIFT = tl.constexpr(3)
 IS_ZERO_PADDED = tl.constexpr(4)
 NUM_COLUMNS = tl.constexpr(5)
+
+
+class Groups(NamedTuple):
+    """The groups of one key/value head, in a table of all heads."""
+
+    TABLE: tl.tensor
+    number: tl.tensor
+    kv_head: tl.tensor
+    num_kv_heads: tl.tensor
+
+
+class Documents(NamedTuple):
+    """The documents that are packed into the rows; without any, one that ends at ``last_position``."""
+
+    CU_SEQLENS: tl.tensor
+    number: tl.tensor
+    search_steps: tl.tensor
+    last_position: tl.tensor
 
 
 @triton.jit
@@ -29,34 +49,37 @@ def first_position(offset, most):
 
 
 @triton.jit
-def load_group(GROUPS, group, kv_head, num_kv_heads):
-    """Segment length, rate, offset and shift of a group for one key/value head."""
-    line = GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS
+def load_group(groups, group):
+    """Segment length, rate, offset and shift of a group."""
+    line = groups.TABLE + (group * groups.num_kv_heads + groups.kv_head) * NUM_COLUMNS
     return tl.load(line + LENGTH), tl.load(line + RATE), tl.load(line + OFFSET), tl.load(line + SHIFT)
 
 
 @triton.jit
-def document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
-    """Index, first position, and one past the last, of the document that contains each position."""
+def document_of(position, documents, PACKED: tl.constexpr):
+    """Index, first position, and one past the last, of the document that contains each position.
+
+    ``PACKED`` is an argument of its own: a constant in a tuple made by a kernel is none in the functions it calls.
+    """
     begin = position * 0
-    end = begin + last_position
+    end = begin + documents.last_position
     low = begin
     if PACKED:
-        high = begin + num_documents
-        for _ in range(search_steps):  # cu_seqlens[low] <= position < cu_seqlens[high]
+        high = begin + documents.number
+        for _ in range(documents.search_steps):  # cu_seqlens[low] <= position < cu_seqlens[high]
             middle = (low + high) // 2
-            is_later = tl.load(CU_SEQLENS + middle) <= position
+            is_later = tl.load(documents.CU_SEQLENS + middle) <= position
             low = tl.where(is_later, middle, low)
             high = tl.where(is_later, high, middle)
-        begin = tl.load(CU_SEQLENS + low)
-        end = tl.load(CU_SEQLENS + low + 1)
+        begin = tl.load(documents.CU_SEQLENS + low)
+        end = tl.load(documents.CU_SEQLENS + low + 1)
     return low, begin, end
 
 
 @triton.jit
-def document_bounds(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED: tl.constexpr):
+def document_bounds(position, documents, PACKED: tl.constexpr):
     """First position, and one past the last, of the document that contains each position."""
-    _, begin, end = document_of(position, CU_SEQLENS, num_documents, search_steps, last_position, PACKED)
+    _, begin, end = document_of(position, documents, PACKED)
     return begin, end
 
 
@@ -93,9 +116,9 @@ def count_up_to(position, first, rate, count):
 
 
 @triton.jit
-def num_zero_pad_keys(GROUPS, group, kv_head, num_kv_heads, document_length, num_selected):
+def num_zero_pad_keys(groups, group, document_length, num_selected):
     """Number of zero-padding keys for a class of ``num_selected`` rows under ``tail="zero_padded"``; 0 otherwise."""
-    length, rate, _, _ = load_group(GROUPS, group, kv_head, num_kv_heads)
-    is_padded = tl.load(GROUPS + (group * num_kv_heads + kv_head) * NUM_COLUMNS + IS_ZERO_PADDED)
+    length, rate, _, _ = load_group(groups, group)
+    is_padded = tl.load(groups.TABLE + (group * groups.num_kv_heads + groups.kv_head) * NUM_COLUMNS + IS_ZERO_PADDED)
     filled = (tl.minimum(length, document_length) + rate - 1) // rate
     return is_padded * tl.maximum(0, filled - num_selected)

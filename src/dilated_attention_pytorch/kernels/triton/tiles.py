@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from dilated_attention_pytorch.kernels.select import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
-# Integers that change from call to call: a kernel is not recompiled when one of them is 1 or a multiple of 16.
+# Integers that change from call to call: a kernel is not recompiled when one of them is 1 or a multiple of 16. This
+# holds for arguments only: Triton specializes the integers of a tuple, whatever the kernel asks for.
 SIZES = [
     "batch_size",
     "heads_per_span",
@@ -34,10 +37,49 @@ SIZES = [
     "search_steps",
     "shortest_group",
     "span_steps",
-    "threshold",
     "tiles_per_window",
     "windows_per_span",
 ]
+
+
+class ComputingOptions(NamedTuple):
+    """Compile-time constants of the computing kernels."""
+
+    RATIO: int
+    """Query heads per key/value head."""
+    PACK: int
+    """Query heads that share a tile."""
+    D: int
+    BLOCK_D: int
+    """Width of the blocks that hold a head."""
+    BLOCK_ROWS: int
+    """Rows of a tile, times the heads that share it."""
+    BLOCK_RUN: int
+    """Rows of a run that are computed at once."""
+    LINE: int
+    """Integers per run."""
+    WINDOW: int
+    ORDERED: bool
+    """Whether rows are ordered within their windows."""
+    CAUSAL: bool
+    BANDED: bool
+    """Whether distances are bounded differently from the causal mask."""
+    PADDED: bool
+    DROPOUT: bool
+    ZERO_PAD_KEYS: bool
+    ROTATED: bool
+    """Whether the shares of splits move on with every run."""
+
+
+class Keys(NamedTuple):
+    """Keys and values of one head, and the padding mask of its sequence."""
+
+    KEY: tl.tuple
+    """Pointer to the first row, and the stride of rows."""
+    VALUE: tl.tuple
+    PADDING: tl.tensor
+    offset: tl.tensor
+    """Position of the first row."""
 
 
 @triton.jit
@@ -81,28 +123,26 @@ def lines_of(
     num_rows,
     tiles_per_window,
     lines_per_head,
-    WINDOW: tl.constexpr,
-    LINE: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """Line of a tile's first run, and number of runs; no runs if a span extends past the last window."""
-    num_windows = (num_rows + WINDOW - 1) // WINDOW
+    num_windows = (num_rows + OPTIONS.WINDOW - 1) // OPTIONS.WINDOW
     range_of_tile = RANGES + ((kv_head * num_windows + window) * tiles_per_window + tile) * 2
     first = tl.load(range_of_tile, mask=window < num_windows, other=0)
-    line = RUNS + (kv_head.to(tl.int64) * lines_per_head + first) * LINE
+    line = RUNS + (kv_head.to(tl.int64) * lines_per_head + first) * OPTIONS.LINE
     return line, tl.load(range_of_tile + 1, mask=window < num_windows, other=0)
 
 
 @triton.jit
-def rows_of(
-    ORDER, kv_head, window, tile, num_rows, slot, TILE_ROWS: tl.constexpr, WINDOW: tl.constexpr, ORDERED: tl.constexpr
-):
+def rows_of(ORDER, kv_head, window, tile, num_rows, slot, TILE_ROWS: tl.constexpr, OPTIONS: tl.constexpr):
     """The row in each slot of a tile of ``TILE_ROWS`` rows; -1 in slots without one."""
     index = tile * TILE_ROWS + slot
-    row = window * WINDOW + index
-    is_row = (slot < TILE_ROWS) & (index < WINDOW) & (row < num_rows)
-    if ORDERED:
-        num_windows = (num_rows + WINDOW - 1) // WINDOW
-        row = tl.load(ORDER + (kv_head * num_windows + window).to(tl.int64) * WINDOW + index, mask=is_row, other=-1)
+    row = window * OPTIONS.WINDOW + index
+    is_row = (slot < TILE_ROWS) & (index < OPTIONS.WINDOW) & (row < num_rows)
+    if OPTIONS.ORDERED:
+        num_windows = (num_rows + OPTIONS.WINDOW - 1) // OPTIONS.WINDOW
+        line = ORDER + (kv_head * num_windows + window).to(tl.int64) * OPTIONS.WINDOW
+        row = tl.load(line + index, mask=is_row, other=-1)
     return tl.where(is_row, row, -1)
 
 
@@ -112,6 +152,33 @@ def load_lines(BASE, line_offset, is_line, D: tl.constexpr, BLOCK_D: tl.constexp
     column = tl.arange(0, BLOCK_D)
     mask = is_line[:, None] & (column < D)[None, :]
     return tl.load(BASE + line_offset[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def lines_at(STRIDED, batch, row, head):
+    """The pointer of a tensor, given with the strides of sequences, rows and heads, and the offsets of rows from it."""
+    BASE, stride_b, stride_n, stride_h = STRIDED
+    return BASE, batch * stride_b + row.to(tl.int64) * stride_n + head.to(tl.int64) * stride_h
+
+
+@triton.jit
+def load_rows(lines, is_row, OPTIONS: tl.constexpr):
+    """``[rows, BLOCK_D]``: the lines at a pointer and offsets; missing rows, and columns from D on, are 0."""
+    BASE, line_offset = lines
+    return load_lines(BASE, line_offset, is_row, OPTIONS.D, OPTIONS.BLOCK_D)
+
+
+@triton.jit
+def head_of(STRIDED, batch, head):
+    """Pointer to the first row of a head, and the stride of rows."""
+    BASE, stride_b, stride_n, stride_h = STRIDED
+    return BASE + batch * stride_b + head.to(tl.int64) * stride_h, stride_n
+
+
+@triton.jit
+def keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset):
+    """The :class:`Keys` of a head."""
+    return Keys(head_of(KEY, batch, kv_head), head_of(VALUE, batch, kv_head), PADDING + batch * num_keys, key_offset)
 
 
 @triton.jit
@@ -133,24 +200,28 @@ def store_lines(BASE, line_offset, is_line, value, D: tl.constexpr, BLOCK_D: tl.
 
 
 @triton.jit
-def load_block(pointers, is_line, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_block(pointers, is_line, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """``[lines, BLOCK_D]``: masked by line if ``MASKED``, by column if D does not fill the block."""
-    inside = (tl.arange(0, BLOCK_D) < D)[None, :]
+    inside = (tl.arange(0, OPTIONS.BLOCK_D) < OPTIONS.D)[None, :]
     if MASKED:
         return tl.load(pointers, mask=is_line[:, None] & inside, other=0.0)
-    if D == BLOCK_D:
+    if OPTIONS.D == OPTIONS.BLOCK_D:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def rows_of_run(BASE, stride, first_row, rate, BLOCK_RUN: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers ``[BLOCK_RUN, BLOCK_D]`` to a run's first block, and their distance to the next block's."""
+def rows_of_run(HEAD, first_row, rate, OPTIONS: tl.constexpr):
+    """Pointers ``[BLOCK_RUN, BLOCK_D]`` to a run's first block, and their distance to the next block's.
+
+    ``HEAD`` is a pointer to the first row of a head and the stride of rows.
+    """
+    BASE, stride = HEAD
     wide_rate = rate.to(tl.int64)  # a stride times a rate exceeds 2^31 before any address does
-    row_in_block = tl.arange(0, BLOCK_RUN) * wide_rate
+    row_in_block = tl.arange(0, OPTIONS.BLOCK_RUN) * wide_rate
     first_line = BASE + first_row.to(tl.int64) * stride
-    pointers = first_line + (row_in_block * stride)[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    return pointers, stride * wide_rate * BLOCK_RUN
+    pointers = first_line + (row_in_block * stride)[:, None] + tl.arange(0, OPTIONS.BLOCK_D)[None, :]
+    return pointers, stride * wide_rate * OPTIONS.BLOCK_RUN
 
 
 @triton.jit

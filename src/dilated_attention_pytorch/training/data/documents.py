@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from dilated_attention_pytorch.models.token_loss import IGNORED
 
-from ..corpus import Text
-from ..windows import Window, evenly_spread
+from .corpus import Text
+from .windows import Window, evenly_spread
 
 if TYPE_CHECKING:
     import numpy as np

@@ -93,7 +93,7 @@ def records(path: Path, field: str) -> Iterator[Record]:
             yield from _of_lines(file, field) if file.suffix == ".jsonl" else _of_table(file, field)
 
 
-def compression_in_words(start: bytes, file: Path) -> str | None:
+def describe_compression(start: bytes, file: Path) -> str | None:
     """How a file that begins with ``start`` is compressed, and how to decompress it; None if it is not."""
     for magic, (compression, command) in _COMPRESSIONS.items():
         if start.startswith(magic):
@@ -102,9 +102,9 @@ def compression_in_words(start: bytes, file: Path) -> str | None:
 
 
 def compression_of(file: Path) -> str | None:
-    """:func:`compression_in_words` of a file."""
+    """:func:`describe_compression` of a file."""
     with file.open("rb") as stream:
-        return compression_in_words(stream.read(8), file)
+        return describe_compression(stream.read(8), file)
 
 
 def check_regular(file: Path) -> os.stat_result:
@@ -152,7 +152,7 @@ def _of_lines(file: Path, field: str) -> Iterator[Record]:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                compression = compression_in_words(line, file)
+                compression = describe_compression(line, file)
                 if compression is not None and number == 1:
                     raise RunError(f"--data: {file} is {compression}, and name that") from error
                 raise RunError(f"--data: {where} is not valid JSON ({error}); {_REMEDY}") from error

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,16 +24,15 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.models.token_loss import IGNORED
 
 from ..checkpoint import SETTINGS_NAME
-from ..corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from ..manifest import read_sealed, sums, verify_sums
 from ..measures import WorkDone
 from ..together import all_or_none, from_first, is_first_process
-from ..windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
+from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .documents import BucketedBatches, DocumentSamples, PackedRows, as_one_row, held_out_rows
-from .mixture import Mixture
 from .sources import Say, Sources, parts_of
 from .token_cache import cached_corpus, open_corpus
 from .tokenizer import BYTES, TOKENIZER_NAME, BytePairs, Tokenizer, byte_lengths, bytes_of, load_tokenizer
+from .windows import EvaluationWindows, StagedBatches, Window, evenly_spread, joined, long_files
 
 if TYPE_CHECKING:
     from ..settings import TrainSettings
@@ -295,3 +297,33 @@ class Evaluation(ConcatDataset[Window]):
         """The bytes that the samples predict, in order."""
         labels = [self[index]["labels"][1:] for index in range(len(self))]
         return bytes_of(self.tokenizer, torch.cat([row[row != IGNORED] for row in labels]))
+
+
+_Member = TypeVar("_Member", bound=Dataset[Window])
+
+
+class Mixture(Dataset[Window], Generic[_Member]):
+    """Sample i is sample i of a member that is drawn from ``(seed, i)`` according to the weights.
+
+    Args:
+        members: equally long, one per source.
+        weights: positive, one per member; normalised.
+        seed: seed of the draws.
+    """
+
+    def __init__(self, members: Sequence[_Member], weights: Sequence[float], *, seed: int) -> None:
+        self.members = members
+        self.seed = seed
+        self._sums = list(itertools.accumulate(weights))
+
+    def __len__(self) -> int:
+        return len(self.members[0])  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Window:
+        return self.member_of(index)[index]
+
+    def member_of(self, index: int) -> _Member:
+        """The member of sample ``index``."""
+        # The suffix makes these draws independent of those within the members.
+        drawn = random.Random(f"{self.seed}:{index}:source").random() * self._sums[-1]
+        return self.members[min(bisect.bisect(self._sums, drawn), len(self.members) - 1)]

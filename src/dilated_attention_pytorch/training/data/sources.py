@@ -31,7 +31,7 @@ _LONGEST_CHUNK = 4 * CHUNK_BYTES
 _HELD_OUT_PARTS = 20
 """One in this many documents is held out."""
 _SILENT_SECONDS = 5.0
-_OTHERS_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 EMPTY, NO_TEXT, IRREGULAR, GONE = "empty", "not UTF-8 text", "no regular files", "gone while the folder was read"
 COMPRESSED = "compressed"
@@ -157,7 +157,7 @@ class Sources:
 
         num_bytes = 0
         for parent, folders, names in os.walk(folder, onerror=refuse):
-            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _OTHERS_FOLDERS)
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
             for name in sorted(names):
                 if name.startswith(".") or not name.endswith(suffix):
                     continue

@@ -30,9 +30,9 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.output import sync
 
-from ..corpus import CORPUS_KEYS, Corpus, Text
 from ..lease import alone_in
 from ..manifest import MANIFEST_NAME, read_sealed, verify_manifest, write_manifest
+from .corpus import CORPUS_KEYS, Corpus, Text
 from .sources import CHUNK_BYTES, Chunk, Progress, Say, Sources
 from .tokenizer import Tokenizer
 

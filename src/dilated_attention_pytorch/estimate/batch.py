@@ -1,0 +1,96 @@
+"""What estimates read of a run's settings: texts and rows of a batch, heads, layers; and settings with other values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.training.autocast import computing_dtype
+from dilated_attention_pytorch.training.settings import TrainSettings
+from dilated_attention_pytorch.training.stages import StageSettings
+
+from .workload import Workload
+
+
+def texts_of_batch(settings: TrainSettings) -> dict[int, int]:
+    """The number of texts of each length in a batch, over the processes that share it.
+
+    Windows have ``context_length`` tokens. Documents are taken as long as they may be: a batch has then the most rows,
+    and as pairs grow faster than lengths, the most pairs of attention (up to the rounding of dilated segments).
+
+    >>> from dilated_attention_pytorch.training import PRESETS
+    >>> texts_of_batch(dataclasses.replace(PRESETS["tiny"](), batch_size=3))
+    {256: 3}
+    >>> texts_of_batch(dataclasses.replace(PRESETS["tiny"](), batch_size=1, packing="documents", max_tokens=600))
+    {256: 2, 88: 1}
+    """
+    length = settings.context_length
+    if not settings.max_tokens:
+        return {length: settings.batch_size}
+    tokens = settings.max_tokens
+    if settings.max_batch_size:
+        tokens = min(tokens, settings.max_batch_size * length)
+    whole, rest = divmod(tokens, length)
+    return {length: whole, rest: 1} if rest else {length: whole}
+
+
+def rows_of_batch(settings: TrainSettings, processes: int = 1) -> int:
+    """Most rows of a batch in one of ``processes`` that share each of its texts."""
+    return sum(count * -(-length // processes) for length, count in texts_of_batch(settings).items())
+
+
+def processes_of_a_batch(settings: TrainSettings) -> int:
+    """Number of processes that share the rows or the products of one batch."""
+    return settings.context_parallel * settings.tensor_parallel
+
+
+def heads_of(model: LongNetConfig) -> tuple[int, int]:
+    """Key/value heads of a layer, and the width of a head."""
+    assert model.num_kv_heads is not None
+    return model.num_kv_heads, model.embed_dim // model.num_heads
+
+
+def recomputed_layers(model: LongNetConfig) -> list[int]:
+    """Layers that are computed again in the backward pass."""
+    layers = range(model.num_layers if model.gradient_checkpointing else 0)
+    return [layer for layer in layers if model.is_recomputed(layer)]
+
+
+def attention_of(settings: TrainSettings, length: int, batch_size: int, *, is_training: bool = True) -> Workload:
+    """A layer's call of attention on a batch of texts of one length."""
+    kv_heads, head_dim = heads_of(settings.model)
+    return Workload(
+        sequence_length=length,
+        batch_size=batch_size,
+        num_heads=settings.model.num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=computing_dtype(settings.precision),
+        is_causal=True,
+        is_training=is_training,
+    )
+
+
+def with_length(settings: TrainSettings, length: int, **changes: Any) -> TrainSettings:
+    """The settings with batches of ``batch_size`` rows of ``length`` tokens, and other changes.
+
+    Stages and the tokens of a batch are left out, as they are given for the context length of the run.
+    """
+    return dataclasses.replace(
+        settings, context_length=length, stages=StageSettings(), max_tokens=0, max_batch_size=0, **changes
+    )
+
+
+def of_mesh(*, context: int = 1, heads: int = 1, tensor: int = 1, data_parallel: str = "ddp") -> dict[str, Any]:
+    """The values of settings with which processes share a run on a mesh, without offloading."""
+    alone = {"strategy": "auto", "layout": "auto"} if context == 1 else {}
+    return alone | {
+        "parallel": "manual",
+        "context_parallel": context,
+        "heads_parallel": heads,
+        "tensor_parallel": tensor,
+        "data_parallel": data_parallel,
+        "offload": "none",
+        "offload_folder": None,
+    }

@@ -1,0 +1,381 @@
+"""The whole-slide encoder: tile features and coordinates in, one slide embedding per layer out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import _register_namedtuple
+
+from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
+from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_dropout, check_size, documents_of
+from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns.dilated import Tail
+
+from .grid import position_table, tile_grid
+
+Pooling = Literal["class", "mean"]
+
+RELEASED_SEGMENTS = (1024, 5792, 32768, 185363, 1048576)
+RELEASED_RATES = (1, 2, 4, 8, 16)
+_LAYER_EPS = 1e-5
+"""Epsilon of the LayerNorms in and after the layers (torchscale's default)."""
+_OUTPUT_EPS = 1e-6
+"""Epsilon of the final LayerNorm (GigaPath's)."""
+_ROWS_AT_ONCE = 4096
+"""Rows per feed-forward chunk without gradients; bounds the memory of the inner activations."""
+
+
+def released_segment_lengths(slide_size: int = 262144, tile_size: int = 256) -> tuple[int, ...]:
+    """Segment lengths of a GigaPath encoder for slides of ``slide_size`` pixels in tiles of ``tile_size`` pixels.
+
+    Five powers of 2, rounded down, with exponents evenly spaced from 10 to ``floor(log2(n))``, where n is the number of
+    tiles of such a slide.
+
+    Raises:
+        ValueError: the slide has fewer than 1,024 tiles.
+
+    Source: prov-gigapath/prov-gigapath, ``gigapath/slide_encoder.py``, ``get_optimal_segment_length``.
+
+    >>> from dilated_attention_pytorch.slides import released_segment_lengths
+    >>> released_segment_lengths()
+    (1024, 5792, 32768, 185363, 1048576)
+    """
+    check_size("tile_size", tile_size)
+    last = ((slide_size // tile_size) ** 2).bit_length() - 1
+    if last < 10:
+        raise ValueError(
+            f"slide_size and tile_size must give at least 1,024 tiles, got {(slide_size // tile_size) ** 2} from "
+            f"{slide_size} and {tile_size}; pass SlideEncoderConfig(segment_lengths=...) for smaller slides"
+        )
+    return tuple(int(2.0 ** (10 + step * (last - 10) / 4)) for step in range(5))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlideEncoderConfig:
+    """Sizes of a :class:`SlideEncoder`; the defaults are those of the released GigaPath model.
+
+    Raises:
+        TypeError, ValueError: a value is of the wrong type or out of range, or sizes are inconsistent.
+    """
+
+    feature_dim: int = 1536
+    """Width C of tile features."""
+    embed_dim: int = 768
+    """Width E of the layers and of the embedding."""
+    num_layers: int = 12
+    """Number of layers L."""
+    num_heads: int = 16
+    """Heads per layer; divides ``embed_dim``."""
+    ffn_dim: int = 3072
+    """Inner width of the feed-forward."""
+    grid_size: int = 1000
+    """Tiles along each side of the largest slide: grid positions are 0 to ``grid_size - 1``."""
+    segment_lengths: tuple[int, ...] = RELEASED_SEGMENTS
+    """Segment lengths w_i, in tiles; see :func:`released_segment_lengths`."""
+    dilation_rates: tuple[int, ...] = RELEASED_RATES
+    """Dilation rates r_i."""
+    tail: Tail = "zero_padded"
+    """See :class:`DilatedPattern`; the released weights were trained with ``"zero_padded"``."""
+    pooling: Pooling = "class"
+    """"class": the class token is the slide embedding. "mean": the mean over the tiles."""
+    dropout: float = 0.25
+    """Dropout probability of the embedding, the attention output and the feed-forward output, in training."""
+    drop_path: float = 0.1
+    """Stochastic depth: probability of dropping a residual branch of the last layer, per slide, in training; it grows
+    linearly from 0 in the first layer."""
+
+    def __post_init__(self) -> None:
+        for name in ("feature_dim", "embed_dim", "num_layers", "num_heads", "ffn_dim", "grid_size"):
+            check_size(name, getattr(self, name))
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide embed_dim, got {self.num_heads} heads and embed_dim {self.embed_dim}"
+            )
+        if self.embed_dim % 4:
+            raise ValueError(
+                "embed_dim must be a multiple of 4, a sine and a cosine for each of two coordinates, got "
+                f"{self.embed_dim}"
+            )
+        for name in ("dropout", "drop_path"):
+            check_dropout(name, getattr(self, name))
+        if self.pooling not in get_args(Pooling):
+            raise ValueError(f'pooling must be "class" or "mean", got {self.pooling!r}')
+        self.pattern  # noqa: B018 - raises if its numbers are invalid
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """The pattern of every layer, with the offset rule of the authors' code."""
+        return DilatedPattern(self.segment_lengths, self.dilation_rates, offset_rule="block", tail=self.tail)
+
+
+class SlideEmbeddings(NamedTuple):
+    """The output of a :class:`SlideEncoder` for S slides."""
+
+    embedding: Tensor
+    """``[S, E]``: last layer after its LayerNorm. GigaPath's output with ``all_layer_embed=False``."""
+    layers: Tensor
+    """``[S, L + 1, E]``: embedding and every layer, without that LayerNorm. ``all_layer_embed=True``."""
+
+
+# So that torch.export.save can write a program that returns it.
+_register_namedtuple(
+    SlideEmbeddings, serialized_type_name="dilated_attention_pytorch.models.slide_encoder.SlideEmbeddings"
+)
+
+
+class SlideEncoder(nn.Module):
+    """LongNet over the tiles of whole slides, with the names, shapes and arithmetic of GigaPath's slide encoder.
+
+    ``x = [class token; proj(features) + position(row, column)]``, L layers ``x += attention(norm(x))``,
+    ``x += ffn(norm(x))`` with MAGNETO's norm inside each branch, pooled and normalised. Attention is dilated and
+    bidirectional over the class token and the tiles in the given order. State dicts are interchangeable with those of
+    the authors' model; :func:`load_slide_encoder` reads their file. Position embeddings are computed for the given
+    tiles; the authors' table of a million positions (3 GB) is not stored.
+
+    Intended differences, as in :func:`adopt`: the merge of the groups is differentiated; where a rate does not divide
+    its segment (a slide of more than 185,363 tiles, in the released pattern) rows keep their positions, with a
+    warning; GELU of a float64 model is not rounded to float32; a tile outside the grid raises instead of wrapping
+    around.
+
+    Args:
+        config: sizes.
+        device, dtype: of the parameters.
+
+    Source: prov-gigapath/prov-gigapath (Xu et al. 2024, doi 10.1038/s41586-024-07441-w); torchscale; LongNet, arXiv
+    2307.02486; MAGNETO, arXiv 2210.06423.
+
+    >>> from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
+    >>> encoder = SlideEncoder(SlideEncoderConfig(feature_dim=32, embed_dim=48, num_layers=2, ffn_dim=96)).eval()
+    >>> features, coordinates = torch.randn(1, 100, 32), 256 * torch.arange(200).reshape(1, 100, 2)
+    >>> embedding, layers = encoder(features, coordinates)
+    >>> embedding.shape, layers.shape
+    (torch.Size([1, 48]), torch.Size([1, 3, 48]))
+    """
+
+    def __init__(
+        self, config: SlideEncoderConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device(torch.get_default_device() if device is None else device):
+            self.patch_embed = _PatchEmbedding(config)
+            self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
+            self.encoder = _Layers(config)
+            self.norm = nn.LayerNorm(config.embed_dim, eps=_OUTPUT_EPS)
+        self.reset_parameters()
+        self.to(dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise as the authors do: Xavier-uniform matrices, zero biases, class token with deviation 0.02."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+        nn.init.normal_(self.cls_token, std=0.02)
+
+    def forward(
+        self, features: Tensor, coordinates: Tensor, *, tile_size: int = 256, cu_seqlens: Tensor | None = None
+    ) -> SlideEmbeddings:
+        """Embed slides.
+
+        Args:
+            features: tile features ``[B, N, C]`` of B slides of equal length, or ``[1, N, C]`` of packed slides.
+            coordinates: ``[B, N, 2]`` of the tiles, in pixels; integers, or floats that :func:`tile_grid` rounds down.
+            tile_size: edge length of a tile in the same pixels; 1 if the coordinates count tiles.
+            cu_seqlens: int32 ``[S + 1]`` boundaries of packed slides along N, see :func:`pack_slides`.
+
+        Returns:
+            the embeddings of the S slides; S = B without ``cu_seqlens``.
+
+        Raises:
+            TypeError, ValueError: shapes or dtypes do not match, a slide has no tiles, or a tile is outside the grid.
+        """
+        boundaries = self._check_call(features, coordinates, cu_seqlens)
+        grid = tile_grid(coordinates, tile_size, self.config.grid_size)
+        x = self.patch_embed(features.to(self.cls_token.dtype))
+        # Not kept in a buffer: after to_empty nothing would fill it again.
+        positions = position_table(self.config.grid_size, self.config.embed_dim).to(self.cls_token)
+        # The first half of the width encodes the second coordinate.
+        x = x + torch.cat((positions[grid[..., 1]], positions[grid[..., 0]]), dim=-1)
+        if boundaries is None:
+            x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
+            return self._pooled(self.encoder(x, None))
+        token = self.cls_token.to(x.dtype)
+        slides = x.split([stop - start for start, stop in pairwise(boundaries)], dim=1)
+        ends = tuple(end + slide for slide, end in enumerate(boundaries))
+        return self._pooled(self.encoder(torch.cat([part for slide in slides for part in (token, slide)], 1), ends))
+
+    def _pooled(self, pooled: tuple[list[Tensor], Tensor]) -> SlideEmbeddings:
+        states, last = pooled
+        return SlideEmbeddings(self.norm(last), self.norm(torch.stack(states, dim=1)))
+
+    def _check_call(self, features: Tensor, coordinates: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
+        """Check the inputs; returns the boundaries of packed slides."""
+        width = self.config.feature_dim
+        if features.dim() != 3 or features.shape[2] != width or not features.is_floating_point():
+            raise ValueError(
+                f"features must be floats [slides, tiles, {width}], got {features.dtype} {list(features.shape)}"
+            )
+        if list(coordinates.shape) != [*features.shape[:2], 2]:
+            raise ValueError(
+                f"coordinates must be [slides, tiles, 2] = {[*features.shape[:2], 2]} for features "
+                f"{list(features.shape)}, got {list(coordinates.shape)}"
+            )
+        if cu_seqlens is None:
+            if not features.shape[1]:
+                raise ValueError("a slide must have at least one tile, got features of none; leave it out")
+            return None
+        if features.shape[0] != 1:
+            raise ValueError(f"packed slides lie in one row, features [1, tiles, {width}], got {list(features.shape)}")
+        check_cu_seqlens(cu_seqlens, features)
+        boundaries = documents_of(cu_seqlens, features.shape[1])
+        assert boundaries is not None
+        empty = [slide for slide, (start, stop) in enumerate(pairwise(boundaries)) if start == stop]
+        if empty:
+            raise ValueError(f"a slide must have at least one tile, got none in slide {empty[0]}; leave it out")
+        return boundaries
+
+
+def pack_slides(slides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Concatenate slides of different lengths for one call of a :class:`SlideEncoder`.
+
+    Args:
+        slides: ``(features [N_s, C], coordinates [N_s, 2])`` per slide.
+
+    Returns:
+        ``(features [1, N, C], coordinates [1, N, 2], cu_seqlens [S + 1])`` with ``N`` the sum of all ``N_s``.
+
+    >>> from dilated_attention_pytorch.slides import pack_slides
+    >>> slides = [(torch.randn(n, 4), torch.zeros(n, 2, dtype=torch.int64)) for n in (5, 3)]
+    >>> features, coordinates, cu_seqlens = pack_slides(slides)
+    >>> features.shape, cu_seqlens
+    (torch.Size([1, 8, 4]), tensor([0, 5, 8], dtype=torch.int32))
+    """
+    lengths = torch.tensor([0, *(features.shape[0] for features, _ in slides)], dtype=torch.int32)
+    features, coordinates = (torch.cat(parts)[None] for parts in zip(*slides, strict=True))
+    return features, coordinates, lengths.cumsum(0, dtype=torch.int32)
+
+
+class _PatchEmbedding(nn.Module):
+    def __init__(self, config: SlideEncoderConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.feature_dim, config.embed_dim)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[B, N, C]`` to ``[B, N, E]``."""
+        return self.proj(features)
+
+
+class _Layers(nn.Module):
+    """The layers and the LayerNorm after them, with pooling of every layer."""
+
+    def __init__(self, config: SlideEncoderConfig) -> None:
+        super().__init__()
+        steps = max(1, config.num_layers - 1)
+        self.layers = nn.ModuleList(
+            _Layer(config, config.drop_path * depth / steps) for depth in range(config.num_layers)
+        )
+        self.layer_norm = nn.LayerNorm(config.embed_dim, eps=_LAYER_EPS)
+        self.dropout = config.dropout
+        self.pooling = config.pooling
+
+    def forward(self, x: Tensor, ends: tuple[int, ...] | None) -> tuple[list[Tensor], Tensor]:
+        """The pooled states ``[S, E]`` of ``x [B, N, E]`` and of every layer, and of the last layer after the norm."""
+        x = functional.dropout(x, self.dropout, self.training)
+        states = [self._pool(x, ends)]
+        for layer in self.layers:
+            x = layer(x, ends)
+            states.append(self._pool(x, ends))
+        # LayerNorm acts per row, so the class token can be normalised alone.
+        return states, self.layer_norm(states[-1]) if self.pooling == "class" else self._pool(self.layer_norm(x), ends)
+
+    def _pool(self, x: Tensor, ends: tuple[int, ...] | None) -> Tensor:
+        if ends is None:
+            return x[:, 0] if self.pooling == "class" else x[:, 1:].mean(dim=1)
+        if self.pooling == "class":
+            return x[0, list(ends[:-1])]
+        return torch.stack([x[0, start + 1 : stop].mean(dim=0) for start, stop in pairwise(ends)])
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: SlideEncoderConfig, drop_path: float) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config)
+        self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=_LAYER_EPS)
+        self.ffn = _FeedForward(config)
+        self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=_LAYER_EPS)
+        self.dropout = config.dropout
+        self.drop_path = drop_path
+
+    def forward(self, x: Tensor, ends: tuple[int, ...] | None) -> Tensor:
+        """``[B, N, E]`` to ``[B, N, E]``."""
+        x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), ends), ends)
+        return x + self._dropped(self.ffn(self.final_layer_norm(x)), ends)
+
+    def _dropped(self, branch: Tensor, ends: tuple[int, ...] | None) -> Tensor:
+        """Dropout, then stochastic depth per slide, in training; survivors are scaled up."""
+        if not self.training:
+            return branch
+        branch = functional.dropout(branch, self.dropout)
+        if not self.drop_path:
+            return branch
+        kept = 1.0 - self.drop_path
+        num_slides = branch.shape[0] if ends is None else len(ends) - 1
+        factors = torch.empty(num_slides, device=branch.device).bernoulli_(kept).div_(kept).to(branch.dtype)
+        if ends is None:
+            return branch * factors[:, None, None]
+        lengths = torch.tensor([stop - start for start, stop in pairwise(ends)], device=branch.device)
+        return branch * factors.repeat_interleave(lengths)[None, :, None]
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: SlideEncoderConfig) -> None:
+        super().__init__()
+        width = config.embed_dim
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.inner_attn_ln = nn.LayerNorm(width, eps=_LAYER_EPS)
+        self.num_heads = config.num_heads
+        self.pattern = config.pattern
+        self._displaced: set[tuple[int, int]] = set()
+
+    def forward(self, x: Tensor, ends: tuple[int, ...] | None) -> Tensor:
+        """``[B, N, E]`` to ``[B, N, E]``."""
+        longest = max(stop - start for start, stop in pairwise(ends or (0, x.shape[1])))
+        warn_of_displaced_rows(self.pattern, longest, self._displaced, stacklevel=2)
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, -1)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+        heads = attend(q, k, v, self.pattern, cu_seqlens=cu_seqlens, heads_first=False)
+        return self.out_proj(self.inner_attn_ln(heads.flatten(-2)))
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, config: SlideEncoderConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.embed_dim, config.ffn_dim)
+        self.fc2 = nn.Linear(config.ffn_dim, config.embed_dim)
+        self.ffn_layernorm = nn.LayerNorm(config.ffn_dim, eps=_LAYER_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, N, E]`` to ``[B, N, E]``."""
+        if torch.is_grad_enabled() or x.shape[1] <= _ROWS_AT_ONCE:
+            return self._rows(x)
+        out: Tensor | None = None
+        for start in range(0, x.shape[1], _ROWS_AT_ONCE):
+            rows = self._rows(x[:, start : start + _ROWS_AT_ONCE])
+            out = rows.new_empty(x.shape) if out is None else out
+            out[:, start : start + _ROWS_AT_ONCE] = rows
+        assert out is not None
+        return out
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return self.fc2(self.ffn_layernorm(functional.gelu(self.fc1(x))))
