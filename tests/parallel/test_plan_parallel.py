@@ -32,7 +32,7 @@ def passed_on_from_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("passed_on_from_four")
-@pytest.mark.parametrize(("world", "number"), [(2, 20), (3, 20), (4, 30), (7, 20)])
+@pytest.mark.parametrize(("world", "number"), [(2, 30), (3, 30), (4, 50), (7, 30)])
 def test_sent_bytes_and_messages_are_the_planned_ones(world: int, number: int, figure: Any) -> None:
     cases = draw_cases(world, number, where=lambda case: case.is_whole)
     ranks = run_ranks(world, counted_traffic, cases, 4)
@@ -61,7 +61,7 @@ def test_operations_of_every_rank_are_the_pairs_of_its_rows(world: int, kind: st
         by_rows = case.strategy != "heads" and len(case.mesh) == 1
         return case.is_whole and by_rows and "key_padding_mask" not in case.call.options
 
-    for case in draw_cases(world, 20, kind=kind, where=is_comparable):
+    for case in draw_cases(world, 30, kind=kind, where=is_comparable):
         call = case.call
         pairs = call.counts()[0].sum(dim=(0, 1, 3)) * call.ratio  # of every row
         shards = [shard_runs(call.num_queries, world, rank, case.layout) for rank in range(world)]
@@ -76,7 +76,7 @@ def test_a_rank_is_sent_the_rows_that_rules_show_to_its_queries_and_no_others(wo
     def has_rules_only(case: ShardedCase) -> bool:
         return case.is_whole and all(isinstance(one, Rule) for one in case.call.summands)
 
-    for case in draw_cases(world, 25, kind="rules", where=has_rules_only):
+    for case in draw_cases(world, 40, kind="rules", where=has_rules_only):
         call = case.call
         documents = call.options.get("cu_seqlens")
         sharded = ShardedCall(

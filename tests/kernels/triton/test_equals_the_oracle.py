@@ -66,8 +66,8 @@ CASES = {
     "the paper's pattern, scaled down by 128": (12, 1, 41, 16, Groups((16, 32, 64, 128, 256), (1, 2, 4, 6, 12))),
     "7 heads, rate 6 does not divide 20": (7, 1, 43, 16, Groups((20,), (6,))),
     "the slide encoder's pattern, scaled down": (16, 1, 29, 24, Groups((16, 90, 512), (1, 2, 16), "block")),
-    "grouped heads, more than a tile holds": (1, 24, 37, 16, Groups((11, 64), (1, 3))),
-    "more groups than the order tells apart": (2, 1, 50, 16, Groups(tuple(range(9, 64, 5)), (*range(1, 12),))),
+    "grouped heads, more than a tile holds": (1, 24, 23, 16, Groups((11, 64), (1, 3))),
+    "more groups than the order tells apart": (2, 1, 37, 16, Groups(tuple(range(9, 64, 5)), (*range(1, 12),))),
     "rates beyond every length": (3, 1, 29, 16, Groups((7, 10**9), (50, 10**8))),
 }
 # fmt: on
