@@ -26,8 +26,8 @@ def _nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*run: Any, **options: Any) -> None:
         raise AssertionError("the run began")
 
-    monkeypatch.setattr(training_run, "_go", forbidden)
-    monkeypatch.setattr(extension, "_go", forbidden)
+    monkeypatch.setattr(training_run, "_train_and_report", forbidden)
+    monkeypatch.setattr(extension, "_train_and_report", forbidden)
     monkeypatch.setattr(extension, "_measure", forbidden)
     monkeypatch.setattr(bench_run, "_time_cases", forbidden)
     monkeypatch.setattr(profiled_step, "profile", forbidden)

@@ -10,8 +10,8 @@ import torch
 
 from dilated_attention_pytorch.estimate import parallel as plan
 from dilated_attention_pytorch.plan import rounds
-from dilated_attention_pytorch.plan.exchange import exchange
 from dilated_attention_pytorch.plan.layout import Shards, shard_runs
+from dilated_attention_pytorch.plan.seen_rows import seen_rows
 from dilated_attention_pytorch.plan.shards import ShardedCall
 from dilated_attention_pytorch.plan.traffic import gathered_rows, ring_links
 from drawn_shards import ShardedCase, counted_traffic, draw_cases, planned
@@ -100,7 +100,7 @@ def test_a_rank_is_sent_the_rows_that_rules_show_to_its_queries_and_no_others(wo
                 queries = torch.cat([torch.arange(*run) for run in query_runs] or [torch.arange(0)])
                 expected = is_seen[:, queries][:, :, rows].any(1)  # head, row of the shard
                 found = torch.zeros(expected.shape, dtype=torch.int64)
-                for block in exchange(sharded, key_runs, query_runs).blocks:
+                for block in seen_rows(sharded, key_runs, query_runs).blocks:
                     heads = slice(block.head, block.head + block.num_heads)
                     found[heads, block.row : block.row + block.count] += 1
                 assert torch.equal(found, expected.long()), (case, source, target)

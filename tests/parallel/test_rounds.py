@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dilated_attention_pytorch import parallel
 from dilated_attention_pytorch.parallel.communicator import communicator_of
 from dilated_attention_pytorch.plan import rounds
-from dilated_attention_pytorch.plan.rounds import (
+from dilated_attention_pytorch.plan.gather_rounds import (
     FEWEST_MEMBERS,
     PASSED_ON_BYTES,
     Hop,

@@ -11,9 +11,9 @@ import torch
 from dilated_attention_pytorch import DilatedPattern, Pattern, global_tokens, local_window, parallel, random_blocks
 from dilated_attention_pytorch.parallel import ring
 from dilated_attention_pytorch.parallel.shipment import num_rows
-from dilated_attention_pytorch.plan.exchange import exchange
 from dilated_attention_pytorch.plan.layout import Layout, Shards
 from dilated_attention_pytorch.plan.pairs import num_pairs
+from dilated_attention_pytorch.plan.seen_rows import seen_rows
 from dilated_attention_pytorch.plan.shards import ShardedCall
 from dilated_attention_pytorch.plan.traffic import ring_links, sent_rows
 
@@ -67,7 +67,7 @@ def test_rows_between_a_thousand_ranks_are_those_of_the_exchange(layout: Layout,
     distances = torch.randint(1, 32, (150,), generator=generator).tolist()
     for source, distance in zip(picked, distances, strict=True):
         target = (source + distance * distance) % world
-        blocks = exchange(call, shards[source], shards[target]).blocks
+        blocks = seen_rows(call, shards[source], shards[target]).blocks
         assert sent[source, target] == sum(block.count * block.num_heads for block in blocks), (source, target)
     summed = sent_rows(call, shards)
     assert torch.equal(summed.given, sent.sum(1))

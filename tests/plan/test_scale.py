@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, global_tokens, hierarchical, local_window, parallel, per_head
-from dilated_attention_pytorch.plan.exchange import exchange, neighbours
 from dilated_attention_pytorch.plan.layout import Layout, Shards, shard_runs
 from dilated_attention_pytorch.plan.pairs import num_pairs
+from dilated_attention_pytorch.plan.seen_rows import neighbours, seen_rows
 from dilated_attention_pytorch.plan.shards import ShardedCall
 from dilated_attention_pytorch.plan.traffic import sent_rows
 from support.dense_traffic import figures, ring_rows, sharded
@@ -86,7 +86,7 @@ def test_runs_by_number_are_the_runs_of_all_ranks_in_order(
 
 
 def rows_shown(call: ShardedCall, shards: Shards, source: int, target: int) -> int:
-    blocks = exchange(call, shards[source], shards[target]).blocks if source != target else ()
+    blocks = seen_rows(call, shards[source], shards[target]).blocks if source != target else ()
     return sum(block.count * block.num_heads for block in blocks)
 
 

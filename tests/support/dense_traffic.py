@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.plan import rounds
-from dilated_attention_pytorch.plan.exchange import exchange
 from dilated_attention_pytorch.plan.heads import Heads
 from dilated_attention_pytorch.plan.layout import Layout, Shards
+from dilated_attention_pytorch.plan.seen_rows import seen_rows
 from dilated_attention_pytorch.plan.shards import ShardedCall, gather_groups
 from support.drawn import DrawnCall
 
@@ -32,7 +32,7 @@ def ring_rows(call: ShardedCall, shards: Shards) -> Tensor:
     for source in range(len(shards)):
         for target in range(len(shards)):
             if source != target:
-                blocks = exchange(call, shards[source], shards[target]).blocks
+                blocks = seen_rows(call, shards[source], shards[target]).blocks
                 rows[source, target] = sum(block.count * block.num_heads for block in blocks)
     return rows
 

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import Trainer
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.training.together import process_rank
+from dilated_attention_pytorch.training.process_group import process_rank
 
 
 def fail(way: str, rank: int, steps: set[int], folder: Path) -> None:

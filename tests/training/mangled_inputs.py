@@ -313,8 +313,8 @@ def _up_to_training() -> Iterator[list[Any]]:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(training_run, "_go", begin)
-        patch.setattr(extension, "_go", begin)
+        patch.setattr(training_run, "_train_and_report", begin)
+        patch.setattr(extension, "_train_and_report", begin)
         patch.setattr(extension, "_measure", begin)
         patch.setattr(lease, "LEASE_SECONDS", 0.2)
         before = signal.signal(signal.SIGALRM, ring)

@@ -243,7 +243,7 @@ def _start_of(run: Path) -> Path | None:
     """The checkpoint that the run would go on from; None if it is refused."""
     taken: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_run, "_go", taken.append)
+        patch.setattr(training_run, "_train_and_report", taken.append)
         try:
             resume(run, quiet())
         except RunError:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.training import checkpoint, lease, process
+from dilated_attention_pytorch.training import checkpoint, lease, process_identity
 
 
 def stop_after_publishing(step: int) -> None:
@@ -33,7 +33,7 @@ def stop_after_publishing(step: int) -> None:
 
 
 if __name__ == "__main__":
-    process._place = socket.gethostname = lambda: "another-host"
+    process_identity._place = socket.gethostname = lambda: "another-host"
     lease.LEASE_SECONDS = 1.0
     stop_after_publishing(int(sys.argv[1]))
     main(sys.argv[2:])

@@ -530,7 +530,7 @@ def test_damaged_and_foreign_runs_are_not_gone_on_with(
     state = (checkpoint / "optimizer.pt").read_bytes()
     (checkpoint / "optimizer.pt").write_bytes(state[: len(state) // 2])
     with monkeypatch.context() as patch:
-        patch.setattr(extension, "_go", lambda run, device: run)
+        patch.setattr(extension, "_train_and_report", lambda run, device: run)
         taken: Any = resume_extension(run, quiet())
         assert taken.opened.start.checkpoint == older
         assert list(taken.opened.start.rejected) == [checkpoint.name]

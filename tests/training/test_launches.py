@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from dilated_attention_pytorch.training import together, train
+from dilated_attention_pytorch.training import process_group, train
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
-from dilated_attention_pytorch.training.process import Launch, ProcessId, launch_record
+from dilated_attention_pytorch.training.process_identity import Launch, ProcessId, launch_record
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
 from training.runs import quiet, tiny_settings, weights, write_texts
 
@@ -68,7 +68,7 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_
 
 MEETING = """
 import sys
-from dilated_attention_pytorch.training.together import joined
+from dilated_attention_pytorch.training.process_group import joined
 with joined("gloo", float(sys.argv[1])):
     print("met")
 """
@@ -96,10 +96,10 @@ def test_ranks_that_are_started_again_do_not_meet_those_of_before_in_the_store_o
 def test_any_error_of_a_call_in_a_thread_is_raised_at_once_where_it_is_awaited() -> None:
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError):
-        together._within(60.0, lambda: 1 / 0)
+        process_group._within(60.0, lambda: 1 / 0)
     assert time.monotonic() - begun < 30
     with pytest.raises(TimeoutError, match=r"no answer for 0\.1 s"):
-        together._within(0.1, lambda: time.sleep(1))
+        process_group._within(0.1, lambda: time.sleep(1))
 
 
 def test_a_launch_knows_the_runs_that_it_began_and_no_others() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dilated_attention_pytorch import parent
 from dilated_attention_pytorch.parent import end_worker_with_trainer
-from dilated_attention_pytorch.training import RunError, together
+from dilated_attention_pytorch.training import RunError, process_group
 from dilated_attention_pytorch.training import run as training_run
 from support.processes import TESTS, environment, free_port, run_whole, torchrun
 from training.killed_launches import kill_launcher, kill_trainer
@@ -40,17 +40,17 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_a_rank_that_does_not_come_is_named(port: int) -> None:
     began = time.monotonic()
     with pytest.raises(RunError, match=r"^starting: rank 1 does not answer: .*--timeout 2, while the ranks met"):
-        together._join("gloo", SECONDS)
+        process_group._join("gloo", SECONDS)
     assert time.monotonic() - began >= SECONDS
 
 
 def test_the_rank_that_holds_the_store_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(RunError, match=r"^starting: rank 0, which holds the store at which the ranks meet, does not"):
-        together._join("gloo", SECONDS)
+        process_group._join("gloo", SECONDS)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(RunError, match=r"^starting: torchrun's agent on the first host, which holds the store"):
-        together._join("gloo", SECONDS)
+        process_group._join("gloo", SECONDS)
 
 
 def test_a_stopped_process_that_holds_the_store_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_stopped_process_that_holds_the_store_is_named(port: int, monkeypatch:
     assert os.read(read, 9) == str(port).encode()
     try:
         with pytest.raises(RunError, match=r"^starting: rank 0, which holds the store .* no answer for 5 s"):
-            together._join("gloo", SECONDS)
+            process_group._join("gloo", SECONDS)
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
@@ -79,7 +79,7 @@ def test_a_rank_that_is_stopped_while_the_ranks_connect_is_named(port: int) -> N
     other = threading.Thread(target=come_and_stop)
     other.start()
     with pytest.raises(RunError, match=r"^starting: rank 1 does not answer: "):
-        together._join("gloo", SECONDS)
+        process_group._join("gloo", SECONDS)
     other.join()
     assert not dist.is_initialized()
 

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training import run as training_run
-from dilated_attention_pytorch.training.together import process_rank
+from dilated_attention_pytorch.training.process_group import process_rank
 
 TRAIN = "train --preset tiny --steps 4 --save-steps 2 --device cpu --threads 1 --precision float32 --sample-length 1"
 SETTINGS = {

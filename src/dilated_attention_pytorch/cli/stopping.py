@@ -49,7 +49,7 @@ def word_after(flag: str, argv: Sequence[str]) -> str | None:
 
 def go_on_with(command: str, run: Path) -> str:
     """The command line that resumes a run on the same number of processes."""
-    from dilated_attention_pytorch.training.together import num_processes
+    from dilated_attention_pytorch.training.process_group import num_processes
 
     several = f"torchrun --nproc-per-node {num_processes()} -m dilated_attention_pytorch"
     program = "dilated-attention" if num_processes() == 1 else several

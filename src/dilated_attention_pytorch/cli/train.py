@@ -58,7 +58,7 @@ class Train(TrainSettings):
         """
         from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training import preflight, resume, train
-        from dilated_attention_pytorch.training.together import is_first_process
+        from dilated_attention_pytorch.training.process_group import is_first_process
 
         preflight.check_packages("training")
         from dilated_attention_pytorch.training.distribution import leaving_together

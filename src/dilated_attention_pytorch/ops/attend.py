@@ -14,9 +14,9 @@ from dilated_attention_pytorch.precision import cast_by_autocast
 
 from . import operators  # noqa: F401 - registers the operators that derivatives and compilers call
 from .call import Call
+from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
-from .run import with_scale
 from .validation import check_call, sequence_first
 
 
@@ -78,7 +78,7 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
             f'impl="{impl.name}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
             'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
         )
-    query, scale = with_scale(query, call.scale)
+    query, scale = with_positive_scale(query, call.scale)
     return impl.attend(call._replace(query=query, key=key, value=value, scale=scale, impl=impl))
 
 

@@ -10,7 +10,7 @@ from dilated_attention_pytorch.kernels.reference import reference_attention
 from dilated_attention_pytorch.precision import without_autocast
 
 from .call import Call, Implementation
-from .run import without_padding
+from .host import without_padding
 from .validation import check_documents, documents_of
 
 

@@ -14,7 +14,7 @@ from dilated_attention_pytorch.patterns.flops import pair_flops
 
 from .call import Call, Implementation
 from .derivatives import attend_call, needs_dispatcher, refuse_tangents
-from .run import as_rows
+from .host import contiguous_rows
 from .tiles import num_pairs
 from .validation import check_documents, documents_of
 
@@ -52,7 +52,7 @@ class Device(Implementation):
         from dilated_attention_pytorch.kernels.triton import launch
 
         # The kernels read out and lse as they write them, contiguous; rows of a longer call are not contiguous.
-        return launch.backward(_problem(call), out.contiguous(), lse.contiguous(), as_rows(grad_out), grad_lse)
+        return launch.backward(_problem(call), out.contiguous(), lse.contiguous(), contiguous_rows(grad_out), grad_lse)
 
     def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
         """See :meth:`.Implementation.kernel`."""
@@ -76,9 +76,9 @@ def _problem(call: Call) -> Problem:
         check_documents(pattern, boundaries, call.key.shape[2])
         cu_seqlens = cu_seqlens.to(call.query.device).contiguous()
     return Problem(
-        as_rows(call.query),
-        as_rows(call.key),
-        as_rows(call.value),
+        contiguous_rows(call.query),
+        contiguous_rows(call.key),
+        contiguous_rows(call.value),
         pattern.groups,
         call.is_causal,
         call.scale,

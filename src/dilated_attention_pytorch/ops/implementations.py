@@ -3,7 +3,7 @@
 from .call import Implementation
 from .dense import Dense
 from .device import Device
-from .run import Host
+from .host import Host
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Device(),

@@ -26,8 +26,7 @@ class RemoteKeys:
     hidden: Tensor | None = None
     """bool ``[B, rows, heads]``, True = padding; keys and values are zero there."""
     seen_rows: Tensor | None = None
-    """int64 ``[heads, count]``: for every head, the rows that the queries see; None = all. Set only where
-    :func:`.kernels.partial.reads_listed_rows` allows it."""
+    """int64 ``[heads, count]``: for every head, the rows that the queries see; None = all. For native kernels."""
 
 
 @dataclass(frozen=True, slots=True)

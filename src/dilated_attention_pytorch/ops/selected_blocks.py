@@ -11,9 +11,9 @@ from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.precision import cast_by_autocast
 
 from .call import Call
+from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
-from .run import with_scale
 from .validation import check_call, sequence_first
 
 BlocksImpl = Literal["auto", "native", "aten"]
@@ -102,7 +102,7 @@ def attend_blocks(
     query, key, value = cast_by_autocast(query, key, value)
     chosen = IMPLEMENTATIONS[_chosen(impl, query, block_size)]
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
-    query, scale = with_scale(query, scale)
+    query, scale = with_positive_scale(query, scale)
     out, lse = chosen.attend(
         call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
     )

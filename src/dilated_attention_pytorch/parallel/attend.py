@@ -11,8 +11,8 @@ from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.host import contiguous_rows, with_positive_scale, without_padding
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
-from dilated_attention_pytorch.ops.run import as_rows, with_scale, without_padding
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.plan.heads import Heads
@@ -23,7 +23,7 @@ from dilated_attention_pytorch.precision import cast_by_autocast
 from .agreement import Agreed, Sharding, agree
 from .first_derivative import refuse_other_derivatives
 from .heads import Route, RowRanges, ToHeads, ToRows, to_heads
-from .sequence import LayerTask, SequenceAttention
+from .sequence import RankCall, SequenceAttention
 from .sharding import Ranks, ranks_of
 from .slab import Options
 
@@ -229,12 +229,12 @@ def _row_ranges(ranks: Ranks, num_rows: int, layout: Layout) -> tuple[RowRanges,
 def _by_rows(ranks: Ranks, agreed: Agreed, call: Call, layout: Layout) -> tuple[Tensor, Tensor]:
     """Ring or gather along the first axis."""
     assert call.pattern is not None
-    query, scale = with_scale(call.query, call.scale)
+    query, scale = with_positive_scale(call.query, call.scale)
     key, value = (without_padding(x, call.key_padding_mask) for x in (call.key, call.value))
-    query, key, value = (as_rows(x) for x in (query, key, value))
+    query, key, value = (contiguous_rows(x) for x in (query, key, value))
     sharded = ShardedCall(call.pattern, key.shape[2], call.is_causal, call.first_query, agreed.documents)
     shards = Shards(agreed.num_queries, ranks.rows.size, layout)
     options = Options(sharded, scale, IMPLEMENTATIONS[agreed.impl], call.dropout_p)
-    task = LayerTask(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
+    task = RankCall(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
     out, lse = SequenceAttention.apply(query, key, value, call.key_padding_mask, call.dropout_seed, task)
     return out, lse

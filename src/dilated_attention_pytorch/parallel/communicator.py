@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.plan.rounds import Hop, around, gather_rounds
+from dilated_attention_pytorch.plan.gather_rounds import Hop, around, gather_rounds
 
 from .failure import RankFailure, RankGroup, disagreement
 from .groups import all_groups, as_long_as_all, break_off, is_of_transport, timeout_of

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.plan.exchange import Exchange
 from dilated_attention_pytorch.plan.layout import Shards
+from dilated_attention_pytorch.plan.seen_rows import SeenRows
 from dilated_attention_pytorch.plan.shards import Block, GatherGroup, gather_groups
 
 from .communicator import Communicator
@@ -65,7 +65,7 @@ class Gather:
         return [
             SeenKeys(
                 self._shards[member],
-                Exchange(blocks, rectangles, ()),
+                SeenRows(blocks, rectangles, ()),
                 unpack(gathered[index], blocks, slab.key, is_padded=is_padded),
             )
             for index, (member, blocks, rectangles) in enumerate(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention_pytorch.plan.exchange import Exchange, exchange, neighbours
 from dilated_attention_pytorch.plan.layout import Shards
+from dilated_attention_pytorch.plan.seen_rows import SeenRows, neighbours, seen_rows
 from dilated_attention_pytorch.plan.shards import Block, ShardedCall
 
 from .communicator import Communicator, Pending
@@ -28,12 +28,12 @@ class _RingStep:
     distance: int
     """Distance in ranks, modulo the number of ranks."""
     source: int
-    wanted: Exchange
+    wanted: SeenRows
     target: int
     served: tuple[Block, ...]
 
 
-_NOTHING = Exchange((), (), ())
+_NOTHING = SeenRows((), (), ())
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,8 +48,8 @@ def steps(call: ShardedCall, shards: Shards, rank: int) -> tuple[_RingStep, ...]
     ring_steps = []
     for distance in sorted({(rank - peer) % size for peer in sources} | {(peer - rank) % size for peer in targets}):
         source, target = (rank - distance) % size, (rank + distance) % size
-        wanted = exchange(call, shards[source], shards[rank]) if source in sources else _NOTHING
-        served = exchange(call, shards[rank], shards[target]).blocks if target in targets else ()
+        wanted = seen_rows(call, shards[source], shards[rank]) if source in sources else _NOTHING
+        served = seen_rows(call, shards[rank], shards[target]).blocks if target in targets else ()
         if wanted.blocks or served:
             ring_steps.append(_RingStep(distance, source, wanted, target, served))
     return tuple(ring_steps)

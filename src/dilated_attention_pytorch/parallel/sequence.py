@@ -19,7 +19,7 @@ from .slab import Options, Slab
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTask:
+class RankCall:
     """One call on one rank."""
 
     options: Options
@@ -50,7 +50,7 @@ class SequenceAttention(torch.autograd.Function):
         value: Tensor,
         is_ignored: Tensor | None,
         seed: Tensor | None,
-        task: LayerTask,
+        task: RankCall,
     ) -> tuple[Tensor, Tensor]:
         """Local attention first, while the first remote rows are in transit."""
         with without_autocast(query.device.type):
@@ -71,7 +71,7 @@ class SequenceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """A collective: all ranks take part, whether or not their rows have a gradient."""
         query, key, value, is_ignored, seed, out, merged, rest = ctx.saved_tensors
-        task: LayerTask = ctx.task
+        task: RankCall = ctx.task
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         with without_autocast(query.device.type):

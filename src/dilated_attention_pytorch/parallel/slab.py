@@ -15,6 +15,7 @@ from dilated_attention_pytorch.ops import tiles
 from dilated_attention_pytorch.ops.call import Call, Implementation
 from dilated_attention_pytorch.ops.device import Device
 from dilated_attention_pytorch.ops.extremes import has_large_scores, largest_norm
+from dilated_attention_pytorch.ops.host import contiguous_rows
 from dilated_attention_pytorch.ops.merge import merge_in_place, without_infinities
 from dilated_attention_pytorch.ops.partials import Work
 from dilated_attention_pytorch.ops.remote import (
@@ -26,11 +27,10 @@ from dilated_attention_pytorch.ops.remote import (
     positions_of,
     work_of,
 )
-from dilated_attention_pytorch.ops.run import as_rows
 from dilated_attention_pytorch.patterns import Pattern, PatternSum
 from dilated_attention_pytorch.patterns.blocks import BlockPattern
-from dilated_attention_pytorch.plan.exchange import Exchange, SlabPair, exchange
 from dilated_attention_pytorch.plan.layout import Run
+from dilated_attention_pytorch.plan.seen_rows import SeenRows, SlabPair, seen_rows
 from dilated_attention_pytorch.plan.shards import Rectangle, ShardedCall, ShardPart, shard_parts
 from dilated_attention_pytorch.precision import accumulation_dtype
 
@@ -54,7 +54,7 @@ class SeenKeys:
 
     runs: tuple[Run, ...]
     """The runs of the shard that the rows belong to."""
-    seen: Exchange
+    seen: SeenRows
     keys: list[RemoteKeys]
     """The rows of every block."""
 
@@ -97,7 +97,7 @@ class Slab:
 
     def own_seen_keys(self) -> SeenKeys:
         """Pairs between different runs of this rank, with keys as views."""
-        seen = exchange(self.options.call, self.runs, self.runs)
+        seen = seen_rows(self.options.call, self.runs, self.runs)
         mask = None if self.is_ignored is None else self.is_ignored.unsqueeze(-1).expand(-1, -1, self.key.shape[2])
         keys = [
             RemoteKeys(
@@ -206,7 +206,9 @@ class Slab:
             merged = (grad_out[:, rows], of_grad_lse, out[:, rows], lse[:, rows])
             return self.options.impl.backward(call, *merged, is_prepared=True)
         of_rest = self.rest[:, rows]
-        return tiles.backward(call, out[:, rows], lse[:, rows], as_rows(grad_out[:, rows]), of_grad_lse, of_rest)
+        return tiles.backward(
+            call, out[:, rows], lse[:, rows], contiguous_rows(grad_out[:, rows]), of_grad_lse, of_rest
+        )
 
     def gradients(self, seen_keys: SeenKeys, state: Backward, grad_query: Tensor) -> Tensor:
         """Add the keys' contribution to the query gradient; returns the gradients of keys and values as a message.

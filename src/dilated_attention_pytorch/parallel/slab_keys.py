@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from dilated_attention_pytorch.ops.remote import RemoteKeys
-from dilated_attention_pytorch.plan.exchange import SlabPair
+from dilated_attention_pytorch.plan.seen_rows import SlabPair
 from dilated_attention_pytorch.plan.shards import Block
 
 

@@ -13,8 +13,8 @@ from dilated_attention_pytorch.patterns.dilated import DilationGroup
 from dilated_attention_pytorch.patterns.rules import Range, Spans, span_pairs
 from dilated_attention_pytorch.patterns.rules import num_pairs as pairs_of_spans
 
-from .exchange import fixed_rectangles, group_heads, is_fixed
 from .layout import Run, Shards
+from .seen_rows import fixed_rectangles, group_heads, is_fixed
 from .segments import bounds_of, heads_of, num_selected
 from .shards import ShardedCall, document_at
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .exchange import rows_sent_by_rules
+from .gather_rounds import gather_rounds, is_passed_on, num_messages
 from .layout import Run, Shards
-from .rounds import gather_rounds, is_passed_on, num_messages
+from .seen_rows import rows_sent_by_rules
 from .segments import Sharing, shared_segments
 from .shards import ShardedCall
 

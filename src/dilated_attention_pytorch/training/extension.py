@@ -166,7 +166,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             inputs.tokenizer.model_max_length = settings.length
             values["tokenizer"] = sums(output, (Path(name).name for name in inputs.tokenizer.save_pretrained(output)))
         opened.write_record("extend", settings, device, **values, model=figures_of(model.config))
-        return _go(run, device)
+        return _train_and_report(run, device)
 
 
 def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
@@ -204,7 +204,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
             bytes_per_token=record["bytes_per_token"],
             model=model,
         )
-        return _go(run, device)
+        return _train_and_report(run, device)
 
 
 def _read(settings: ExtensionSettings, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> _Inputs:
@@ -315,7 +315,7 @@ def _curve(record: dict[str, Any], state: str) -> Tensor:
     return torch.tensor(record["measured"][state]["by_position"], dtype=torch.float64)
 
 
-def _go(run: _Extension, device: str) -> ExtensionOutcome:
+def _train_and_report(run: _Extension, device: str) -> ExtensionOutcome:
     from .run_trainer import training_arguments
     from .trainer import ExtensionTrainer
 

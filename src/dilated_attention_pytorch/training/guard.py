@@ -19,8 +19,8 @@ from .checkpoint import fitting, latest_checkpoint
 from .faults import Kind, note_fault
 from .finite import is_finite_everywhere, what_is_not_finite
 from .lifecycle import RewindRequested
+from .process_group import from_first
 from .run_checkpoints import RunCheckpoints
-from .together import from_first
 
 
 class SpikeWatch(TrainerCallback, ExportableState):

@@ -17,7 +17,7 @@ from typing import Any
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.output import write_text
 
-from .process import ProcessId, mark_of
+from .process_identity import ProcessId, mark_of
 
 LEASE_NAME = "lease.lock"
 """The lock, which its holder renews."""

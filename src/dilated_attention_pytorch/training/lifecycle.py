@@ -23,7 +23,7 @@ from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_
 from .lease import Lease, check_exists
 from .manifest import sealed
 from .measures import WorkDone, matrix_product_rate
-from .together import all_or_none, from_all, from_first, in_first, num_processes, process_rank, say_once
+from .process_group import all_or_none, from_all, from_first, in_first, num_processes, process_rank, say_once
 
 if TYPE_CHECKING:
     from rich.console import Console

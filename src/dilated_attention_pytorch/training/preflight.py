@@ -28,9 +28,9 @@ from .eight_bit import check_float8
 from .extension_settings import ExtensionSettings
 from .lease import LEASE_FILES
 from .pretrained import num_parameters
+from .process_group import master_port, num_processes, process_rank
 from .run_settings import Device, Precision
 from .settings import Optimizer, TrainSettings
-from .together import master_port, num_processes, process_rank
 from .trackers import check_trackers
 from .zero import check_offload, check_zero, check_zero_here
 

@@ -37,12 +37,12 @@ from .lifecycle import (
     with_rewind,
 )
 from .manifest import read_sealed
-from .process import launch, launch_record
+from .process_group import all_or_none, check_alike, from_all, from_first, in_first, joined, num_processes, say_once
+from .process_identity import launch, launch_record
 from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
 from .spreading import respread
 from .stages import Stages
-from .together import all_or_none, check_alike, from_all, from_first, in_first, joined, num_processes, say_once
 from .trackers import tracking
 from .trained_model import check_same_model
 from .zero import zero_stage
@@ -148,7 +148,7 @@ def _begin(settings: TrainSettings, output: Path, console: Console, device: str,
             model.config.save_pretrained(output)
 
         in_first(write_record)
-        return _go(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
+        return _train_and_report(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
 def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
@@ -173,7 +173,7 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
         settings, data, model = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
         with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
-            return _go(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
+            return _train_and_report(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
 def _prepared(
@@ -270,7 +270,7 @@ def _build(settings: TrainSettings) -> LongNetForCausalLM:
     return model
 
 
-def _go(run: _Run) -> Outcome:
+def _train_and_report(run: _Run) -> Outcome:
     from torch.utils.data import Subset
 
     from .distribution import Distribution

@@ -25,8 +25,8 @@ from .extension_settings import ExtensionSettings
 from .faults import note_resumed
 from .lifecycle import OpenRun
 from .preflight import checkpoint_space, file_limit
+from .process_group import from_first
 from .settings import TrainSettings
-from .together import from_first
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAKE_ROOM = "make room and allow writing"

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
 
-from .together import is_first_process
+from .process_group import is_first_process
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

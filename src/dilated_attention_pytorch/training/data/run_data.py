@@ -26,7 +26,7 @@ from dilated_attention_pytorch.models.token_loss import IGNORED
 from ..checkpoint import SETTINGS_NAME
 from ..manifest import read_sealed, sums, verify_sums
 from ..measures import WorkDone
-from ..together import all_or_none, from_first, is_first_process
+from ..process_group import all_or_none, from_first, is_first_process
 from .corpus import CORPUS_KEYS, Corpus, Text, corpus_figures, read_corpus
 from .documents import BucketedBatches, DocumentSamples, PackedRows, as_one_row, held_out_rows
 from .sources import Say, Sources, parts_of

@@ -50,7 +50,7 @@ class Host(Implementation):
         if not is_prepared:
             call = prepared(call)
         with without_autocast(call.query.device.type):
-            return extremes.backward(call, as_rows(out), lse, as_rows(grad_out), grad_lse)
+            return extremes.backward(call, contiguous_rows(out), lse, contiguous_rows(grad_out), grad_lse)
 
     def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
         """See :meth:`.Implementation.kernel`."""
@@ -67,10 +67,10 @@ def weighted_sum(
     """A weighted sum per query, key or listed block, in the accumulation dtype; see :mod:`.weighted_sum`."""
 
     def of_key(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else as_rows(without_padding(tensor, call.key_padding_mask))
+        return None if tensor is None else contiguous_rows(without_padding(tensor, call.key_padding_mask))
 
     def of_query(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else as_rows(tensor)
+        return None if tensor is None else contiguous_rows(tensor)
 
     terms = [(of_query(left), of_key(right), gates) for left, right, gates in factors]
     values = of_key(values) if axis == "queries" else of_query(values)
@@ -82,13 +82,13 @@ def prepared(call: Call) -> Call:
     """The call with last strides of 1, and zeros in padded keys and values."""
     query, key, value = call[:3]
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-        query, key, value = as_rows(query), as_rows(key), as_rows(value)
+        query, key, value = contiguous_rows(query), contiguous_rows(key), contiguous_rows(value)
     if call.key_padding_mask is not None:
         key, value = (without_padding(x, call.key_padding_mask) for x in (key, value))
     return call._replace(query=query, key=key, value=value)
 
 
-def as_rows(tensor: Tensor) -> Tensor:
+def contiguous_rows(tensor: Tensor) -> Tensor:
     """The tensor with a last stride of 1."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -101,7 +101,7 @@ def without_padding(tensor: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return tensor if key_padding_mask is None else tensor.masked_fill(key_padding_mask[:, :, None, None], 0.0)
 
 
-def with_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
+def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """The query with the sign of the scale folded in, and the positive scale (None: ``1 / sqrt(D)``).
 
     Kernels take the row maximum before scaling, which is only correct for a positive scale. They multiply scores of

@@ -32,10 +32,10 @@ class SlabPair:
     keys: Run
     key_position: int
     blocks: tuple[int, ...]
-    """Blocks of the exchange that hold the visible key rows, for the heads that attend to them."""
+    """The blocks that hold the visible key rows, for the heads that attend to them."""
 
 
-class Exchange(NamedTuple):
+class SeenRows(NamedTuple):
     """The rows of one shard that the queries of another attend to, and which queries attend to which rows."""
 
     blocks: tuple[Block, ...]
@@ -55,7 +55,7 @@ class _Visibility(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def exchange(call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run, ...]) -> Exchange:
+def seen_rows(call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run, ...]) -> SeenRows:
     """The rows of one shard that the queries of another attend to, and their visibility; rows count within the shards.
 
     A run that both shards hold is excluded, since it is computed locally. Key rows that rules make visible to any query
@@ -75,7 +75,7 @@ def exchange(call: ShardedCall, key_runs: tuple[Run, ...], query_runs: tuple[Run
             for queries, query_row, visibility in visible:
                 if visibility:
                     pairs.append(_pair(visibility, query_row - queries[0], key_row - keys[0], blocks, first))
-    return Exchange(tuple(blocks), rectangles, tuple(pairs))
+    return SeenRows(tuple(blocks), rectangles, tuple(pairs))
 
 
 def neighbours(call: ShardedCall, shards: Shards, rank: int) -> tuple[set[int], set[int]]:
