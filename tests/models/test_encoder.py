@@ -271,7 +271,7 @@ def test_matrices_begin_with_the_gains_of_magneto(make_config: MakeConfig) -> No
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({}, ValueError, "input_ids must be .*, got None"),
+    ({}, ValueError, r"input_ids \[.* or inputs_embeds \[batch, sequence, 60\]: got neither"),
     ({"input_ids": tokens(1, 5), "inputs_embeds": torch.zeros(1, 5, 60)}, ValueError, "exclude each other: got both"),
     ({"input_ids": torch.zeros(1, 5)}, ValueError, r"token numbers, got torch.float32 of shape \(1, 5\)"),
     ({"inputs_embeds": torch.zeros(1, 5, 59)}, ValueError, r"sequence, 60\], got .* shape \(1, 5, 59\)"),

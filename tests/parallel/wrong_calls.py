@@ -34,6 +34,8 @@ CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      r"same rows starting at position 0: got 16 query rows at 4 and 16 key rows at 4"),
     ("offsets by ring", {"query_offset": 16}, NotImplementedError, r"strategy='ring' is for self-attention.*use "
      r'strategy="heads" on a 1-D mesh'),
+    ("offset on the device", {"query_offset": torch.tensor(0), "is_causal": True}, NotImplementedError,
+     r"query_offset is a tensor.*pass an integer"),
     ("tail by gather", {"pattern": PADDED_TAIL, "strategy": "gather"}, NotImplementedError,
      r'tail="zero_padded" needs whole segments.*strategy="heads"'),
     ("rules by gather", {"pattern": PATTERN + local_window(3), "strategy": "gather"}, NotImplementedError,

@@ -189,6 +189,17 @@ def test_an_error_of_a_tracker_that_is_none_of_its_server_is_not_hidden(
         train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "run", quiet())
 
 
+def test_a_tracker_that_cannot_be_opened_leaves_none_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = _AwayAfter(9, ZeroDivisionError())
+    opened.replace("prometheus", monkeypatch)
+    failing = _AwayAfter(0, OSError("no space"))
+    failing.replace("tensorboard", monkeypatch)
+    settings = tiny_settings(write_texts(tmp_path / "texts"), track=["prometheus", "tensorboard"])
+    with pytest.raises((OSError, RunError), match="no space"):
+        train(settings, tmp_path / "run", quiet())
+    assert opened.told == ["open", "finish"]
+
+
 @pytest.mark.parametrize(
     ("name", "package"),
     [

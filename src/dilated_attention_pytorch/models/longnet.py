@@ -258,6 +258,10 @@ def check_equal_boundaries(names: str, first: Tensor, other: Tensor) -> None:
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, embed_dim: int) -> Tensor:
     """The one that is given of input_ids ``[B, N]`` and inputs_embeds ``[B, N, E]``."""
     if inputs_embeds is None:
+        if input_ids is None:
+            raise ValueError(
+                f"pass input_ids [batch, sequence] or inputs_embeds [batch, sequence, {embed_dim}]: got neither"
+            )
         return check_ids("input_ids", input_ids)
     if input_ids is not None:
         raise ValueError("input_ids and inputs_embeds exclude each other: got both; pass one of them")

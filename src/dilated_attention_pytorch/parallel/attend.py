@@ -170,6 +170,10 @@ def _attend(
     ranks, layout = ranks_of(mesh), sharding.layout
     with ranks.rows.announced():
         query, key, value = sequence_first(call.query, call.key, call.value, heads_first)
+        if isinstance(call.query_offset, Tensor):
+            raise NotImplementedError(
+                "query_offset is a tensor, which one rank alone can read from its device; pass an integer"
+            )
         # Boundaries of documents are those of the whole sequence, which this rank's rows say nothing about.
         check_call(call._replace(query=query, key=key, value=value, cu_seqlens=None))
         refuse_other_derivatives(query, key, value)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Weights = Literal["stored", "int8", "float8"]
 """``stored``: as in the file."""

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-
 PICTURE_NAME = "context.png"
 _KIND = "extension"
 

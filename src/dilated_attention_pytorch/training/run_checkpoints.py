@@ -31,12 +31,10 @@ from .settings import TrainSettings
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAKE_ROOM = "make room and allow writing"
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-_State = TypeVar("_State")
-
-
 _NAME = "dilated-attention-checkpoint"
 _IS_CLOSED_BY_A_COPY = TorchVersion(torch.__version__) < TorchVersion("2.13")
 """PyTorch 2.11 closes a stager after its first copy, 2.13 keeps it with its memory."""
+_State = TypeVar("_State")
 
 
 def _new_stager() -> DefaultStager:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -70,9 +70,12 @@ def check_trackers(settings: RunSettings) -> None:
 class Trackers:
     """The trackers of a run. One whose server does not respond is dropped with a message; the run continues."""
 
-    def __init__(self, settings: RunSettings, run: OpenRun) -> None:
-        self._say = run.say
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._open: dict[TrackerName, Any] = {}
+
+    def open(self, settings: RunSettings, run: OpenRun) -> None:
+        """Open the trackers of the settings, in the first process."""
         for name in settings.track if is_first_process() else ():
             with self._dropping(name):
                 self._open[name] = _opened(name, settings, run)
@@ -108,8 +111,9 @@ def tracking(settings: RunSettings, run: OpenRun) -> Iterator[Trackers]:
     A resumed run continues in the same tracker runs, without duplicating repeated steps.
     """
     with _said_once():
-        trackers = Trackers(settings, run)
+        trackers = Trackers(run.say)
         try:
+            trackers.open(settings, run)
             yield trackers
         except BaseException:
             trackers.finish(OSError)  # report the first error only

@@ -40,7 +40,6 @@ def described_by(path: Path) -> Iterator[None]:
 
 def check_weights(folder: Path) -> None:
     """Raise :class:`RunError` unless configuration and weights are intact and match."""
-    import torch
     from safetensors import SafetensorError, safe_open
 
     from dilated_attention_pytorch.models import LongNetCausalLMConfig, LongNetForCausalLM

@@ -11,7 +11,8 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
 # Integers that change from call to call: a kernel is not recompiled when one of them is 1 or a multiple of 16. This
-# holds for arguments only: Triton specializes the integers of a tuple, whatever the kernel asks for.
+# holds for arguments only: Triton specializes the integers of a tuple, whatever the kernel asks for: strides, which are
+# multiples of 16 in most calls, and the threshold of dropout, which does not change in a run.
 SIZES = [
     "batch_size",
     "heads_per_span",
