@@ -34,7 +34,7 @@ class Implementation(ABC):
     def forward(self, call: Call, *, is_prepared: bool = False) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp without derivatives.
 
-        ``is_prepared``: the call is as :func:`.run.prepared` returns it.
+        ``is_prepared``: the call is as :func:`.host.prepared` returns it.
         """
         raise self._has_no_parts()
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dilated_attention_pytorch.patterns import pattern_from_spec
 from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, pair_flops
 
-from . import run
+from . import host
 from .call import SCHEMA, Call
 from .derivatives import refuse_tangents, save, saved_gradients
 from .implementations import IMPLEMENTATIONS
@@ -48,7 +48,7 @@ def _weighted_sum(
     axis: str, values: Tensor | None, factors: list[Tensor | None], lse: Tensor, *arguments: Any
 ) -> Tensor:
     """A weighted sum per query, key or listed block, in the accumulation dtype; see :mod:`.weighted_sum`."""
-    return run.weighted_sum(call_of(*arguments), axis, values, factors_of(factors), lse)
+    return host.weighted_sum(call_of(*arguments), axis, values, factors_of(factors), lse)
 
 
 _OPERATORS = (

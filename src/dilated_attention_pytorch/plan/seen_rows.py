@@ -140,7 +140,7 @@ def _ranks_of_rectangles(
 
 
 def rows_sent_by_rules(call: ShardedCall, shards: Shards, rank: int) -> Iterator[tuple[int, int]]:
-    """Ranks to which rules send rows of ``rank``, each with the number of rows (per head) in :func:`exchange`.
+    """Ranks to which rules send rows of ``rank``, each with the number of rows (per head) in :func:`seen_rows`.
 
     A rank is repeated for every run of keys that is sent to it.
     """
@@ -208,7 +208,7 @@ def _rules_of(call: ShardedCall, shown: set[HeadRule]) -> tuple[HeadRule, ...]:
 
 
 def _seen_rows_of(call: ShardedCall, rules: tuple[HeadRule, ...], keys: Run, query_runs: tuple[Run, ...]) -> int:
-    """Number of rows (per head) of a run of keys that :func:`exchange` sends because of some rules."""
+    """Number of rows (per head) of a run of keys that :func:`seen_rows` has because of some rules."""
     near = tuple(queries for queries in query_runs if _is_in_reach(call, rules, keys, queries))
     if not near:
         return 0

@@ -64,7 +64,7 @@ class Sent(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def sent_rows(call: ShardedCall, shards: Shards) -> Sent:
-    """Rows sent between ranks under :func:`exchange`."""
+    """Rows sent between ranks under :func:`seen_rows`."""
     return Sent.of(ring_links(call, shards), len(shards))
 
 
@@ -83,7 +83,7 @@ def gathered_rows(call: ShardedCall, shards: Shards, row_bytes: int) -> Sent:
 
 
 def ring_links(call: ShardedCall, shards: Shards) -> Iterator[Links]:
-    """Rows from every rank to every other under :func:`exchange`, some ranks at a time."""
+    """Rows from every rank to every other under :func:`seen_rows`, some ranks at a time."""
     table = _Sources.joined([_Sources.of(sharing, shards) for sharing in shared_segments(call, shards)])
     bounds = _at_once(len(shards), table.rank, table.stop_range - table.first_range)
     for first, stop in bounds:
