@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,14 +13,18 @@ from training.runs import write_texts
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _without_charts() -> Iterator[None]:
-    """To draw and to measure takes as long as the steps of a run; a run of the command does both."""
+def draw_losses() -> Iterator[Callable[..., Any]]:
+    """The function that draws the chart of a run, which runs of these tests leave out.
+
+    To draw and to measure takes as long as the steps of a run.
+    """
     from dilated_attention_pytorch.training import evaluation, lifecycle
 
+    draws = evaluation.draw_losses
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "draw_losses", lambda *args, **options: None)
         patch.setattr(lifecycle, "matrix_product_rate", functools.cache(lifecycle.matrix_product_rate))
-        yield
+        yield draws
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from rich.console import Console
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.training import RunError, resume, train
+from dilated_attention_pytorch.training import RunError, evaluation, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.trained_model import load_model
@@ -137,8 +137,9 @@ def _link(run: Path, name: str, target: Path) -> None:
     ],
 )
 def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
-    run: Path, tmp_path: Path, name: str
+    run: Path, tmp_path: Path, name: str, draw_losses: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(evaluation, "draw_losses", draw_losses)
     target = tmp_path / "precious"
     if name in (".unfinished-theirs", "checkpoint-8"):
         target.mkdir()
