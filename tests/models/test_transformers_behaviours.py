@@ -368,7 +368,7 @@ def test_positions_of_padded_rows_and_rows_from_any_position_on() -> None:
     (lambda m, x: m(x, past_key_values=transformers.DynamicCache()), TypeError, "LongNetCache.*got DynamicCache"),
     (lambda m, x: m(x, inputs_embeds=torch.zeros(2, 13, 24)), ValueError, "exclude each other"),
     (lambda m, x: m(inputs_embeds=torch.zeros(2, 13, 23)), ValueError, r"\[batch, sequence, 24\], got"),
-    (lambda m, x: m(), ValueError, "input_ids must be an int64 or int32 tensor.* got None"),
+    (lambda m, x: m(), ValueError, r"input_ids \[.*: got neither"),
     (lambda m, x: m.generate(x, output_attentions=True, return_dict_in_generate=True, max_new_tokens=2),
      NotImplementedError, "N x M attention weights"),
     (lambda m, x: torch.export.export(m, (x,), {"attention_mask": torch.ones_like(x)}), NotImplementedError,

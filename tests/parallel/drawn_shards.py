@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention_pytorch import parallel
-from dilated_attention_pytorch.plan import rounds
+from dilated_attention_pytorch.plan import gather_rounds
 from ranks import mesh_of
 from support.drawn import DENSE, DrawnCall, block_calls, calls, examples
 from support.oracle import Groups, dense_attention
@@ -167,13 +167,13 @@ def largest_errors(cases: list[ShardedCase]) -> list[dict[str, float]]:
 
 
 def counted_traffic(
-    cases: list[ShardedCase], fewest: int = rounds.FEWEST_MEMBERS
+    cases: list[ShardedCase], fewest: int = gather_rounds.FEWEST_MEMBERS
 ) -> list[tuple[int, int, int, int, int, int]]:
     """Bytes that this rank sends and receives forward, and backward, in every case; and messages that it sends.
 
     Rows are passed on among as few ranks as ``fewest``.
     """
-    rounds.FEWEST_MEMBERS = fewest
+    gather_rounds.FEWEST_MEMBERS = fewest
     found = []
     for case in cases:
         call, mesh = case.call, mesh_of(case.mesh)

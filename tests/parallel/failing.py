@@ -29,7 +29,7 @@ from dilated_attention_pytorch import DilatedPattern, parallel
 from dilated_attention_pytorch.parallel import communicator
 from dilated_attention_pytorch.parallel.groups import wait_at_most
 from dilated_attention_pytorch.parallel.monitor import InGroup
-from dilated_attention_pytorch.plan import rounds
+from dilated_attention_pytorch.plan import gather_rounds
 
 TIMEOUT_SECONDS = 10.0
 """Of the process groups. What the ranks compute between two exchanges takes less on any machine."""
@@ -332,7 +332,7 @@ def _passing_on(play: Callable[[Rank], None]) -> Callable[[Rank], None]:
     """Rows are passed on among as few ranks as there are here."""
 
     def played(rank: Rank) -> None:
-        rounds.FEWEST_MEMBERS = 4
+        gather_rounds.FEWEST_MEMBERS = 4
         play(rank)
 
     return played

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.estimate import parallel as plan
-from dilated_attention_pytorch.plan import rounds
+from dilated_attention_pytorch.plan import gather_rounds
 from dilated_attention_pytorch.plan.layout import Shards, shard_runs
 from dilated_attention_pytorch.plan.seen_rows import seen_rows
 from dilated_attention_pytorch.plan.shards import ShardedCall
@@ -25,7 +25,7 @@ def passed_on_from_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for cached in (plan._plan, gathered_rows):
         cached.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(rounds, "FEWEST_MEMBERS", 4)
+        patched.setattr(gather_rounds, "FEWEST_MEMBERS", 4)
         yield
     for cached in (plan._plan, gathered_rows):
         cached.cache_clear()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dilated_attention_pytorch import parallel
 from dilated_attention_pytorch.parallel.communicator import communicator_of
-from dilated_attention_pytorch.plan import rounds
+from dilated_attention_pytorch.plan import gather_rounds as messages
 from dilated_attention_pytorch.plan.gather_rounds import (
     FEWEST_MEMBERS,
     PASSED_ON_BYTES,
@@ -62,7 +62,7 @@ def gathered_and_added(cases: list[ShardedCase]) -> dict[str, Any]:
     size, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Any] = {"unlike": [], "gradients": [], "errors": [], "messages": [], "sums": []}
     for case in cases:
-        with mock.patch.object(rounds, "FEWEST_MEMBERS", 4), parallel.count_traffic() as passed:
+        with mock.patch.object(messages, "FEWEST_MEMBERS", 4), parallel.count_traffic() as passed:
             mine = whole_by_ranks(case)
         with parallel.count_traffic() as at_once:
             theirs = whole_by_ranks(case)
@@ -77,7 +77,7 @@ def gathered_and_added(cases: list[ShardedCase]) -> dict[str, Any]:
     for members in (range(size), [member for member in range(size) if member != 1 or size < 3]):
         if rank in members:
             tensors = torch.arange(len(members) * 3.0).view(len(members), 3) + 100 * rank
-            with mock.patch.object(rounds, "FEWEST_MEMBERS", 4):
+            with mock.patch.object(messages, "FEWEST_MEMBERS", 4):
                 gathered = communicator.all_gather(torch.tensor([rank, 7]), list(members), tag=2)
                 added = communicator.reduce_scatter(tensors, list(members), tag=3)
             assert gathered.tolist() == [[member, 7] for member in members]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.plan import rounds
+from dilated_attention_pytorch.plan import gather_rounds
 from dilated_attention_pytorch.plan.heads import Heads
 from dilated_attention_pytorch.plan.layout import Layout, Shards
 from dilated_attention_pytorch.plan.seen_rows import seen_rows
@@ -53,7 +53,7 @@ def gather_rows(call: ShardedCall, shards: Shards, row_bytes: int) -> tuple[Tens
         most = max(sum(block.count * block.num_heads for block in blocks) for blocks in gather_group.blocks)
         if not most:
             continue
-        if len(members) < rounds.FEWEST_MEMBERS or most * row_bytes > 1 << 20:
+        if len(members) < gather_rounds.FEWEST_MEMBERS or most * row_bytes > 1 << 20:
             for source in members:
                 messages[source] += len(members) - 1
                 for target in members:
