@@ -319,11 +319,11 @@ def _element(precision: Precision) -> int:
 def check_training_memory(settings: TrainSettings, device: str, num_processes: int) -> None:
     """Raise :class:`RunError` if a run certainly needs more memory than the device has free.
 
-    Nine tenths of the estimate (:func:`footprint`) are certain: it was at most 3 % above the measured peak in 100 steps
-    (``docs/planner.md``), and up to 10 % under tensor parallelism, of which the split of the activations is estimated.
-    So a run whose estimate is above the free memory by less than that may start. Processes share a CPU's memory. There,
-    the copy from which checkpoints are written counts where it is certain: PyTorch keeps it from version 2.13 on,
-    unless processes split the weights and gather them for every checkpoint.
+    Nine tenths of the estimate (:func:`footprint`) are taken as certain: it was at most 3 % above the measured peak in
+    100 steps (``docs/planner.md``), none of them under tensor parallelism, of which the split of the activations is
+    estimated less closely. So a run whose estimate is above the free memory by less than that may start. Processes
+    share a CPU's memory. There, the copy from which checkpoints are written counts where it is certain: PyTorch keeps
+    it from version 2.13 on, unless processes split the weights and gather them for every checkpoint.
 
     With ``--parallel auto`` the check runs after the choice. If a CPU's memory suffices, but not for what malloc could
     keep of freed blocks, these are returned to the system from now on (:func:`.memory.return_freed_blocks`).
