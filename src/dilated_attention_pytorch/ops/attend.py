@@ -13,7 +13,7 @@ from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 from dilated_attention_pytorch.precision import cast_by_autocast
 
 from . import operators  # noqa: F401 - registers the operators that derivatives and compilers call
-from .call import Call
+from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
@@ -70,6 +70,8 @@ def attend_with_lse(
 
 def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
+    for watch in WATCHERS:
+        watch(call)
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
     impl = IMPLEMENTATIONS[implementation_of(call.impl, query, call.pattern)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -130,3 +131,5 @@ SCHEMA = (
 """The fields of :class:`Call` as arguments of an operator."""
 NUM_TENSORS = 8
 """Number of its fields that are tensors, which come first."""
+WATCHERS: list[Callable[[Call], None]] = []
+"""Called with every checked call before it is computed, see :func:`.attention_map.attention_maps`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.precision import cast_by_autocast
 
-from .call import Call
+from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
@@ -99,6 +99,8 @@ def attend_blocks(
         dropout_p=dropout_p,
     )
     check_call(call)
+    for watch in WATCHERS:
+        watch(call)
     query, key, value = cast_by_autocast(query, key, value)
     chosen = IMPLEMENTATIONS[_chosen(impl, query, block_size)]
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None

@@ -10,7 +10,7 @@ from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
-from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.call import WATCHERS, Call
 from dilated_attention_pytorch.ops.host import contiguous_rows, with_positive_scale, without_padding
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
@@ -167,6 +167,11 @@ def _attend(
     call: Call, sharding: Sharding, mesh: DeviceMesh, heads_first: bool | None, *, is_lse_wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, if requested, log-sum-exp of this rank's rows."""
+    if WATCHERS:
+        raise NotImplementedError(
+            "attention maps of a sequence whose rows are split over ranks are not computed: call the model in one "
+            "process, or attention_map with all rows"
+        )
     ranks, layout = ranks_of(mesh), sharding.layout
     with ranks.rows.announced():
         query, key, value = sequence_first(call.query, call.key, call.value, heads_first)
