@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import _register_namedtuple
+from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
 from dilated_attention_pytorch.ops import attend
@@ -181,6 +182,17 @@ class SlideEncoder(nn.Module):
                 module.reset_parameters()
         nn.init.normal_(self.cls_token, std=0.02)
 
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute each layer in the backward pass instead of storing its activations, as in transformers.
+
+        Results and gradients stay the same; only the input of each layer is kept.
+        """
+        self.encoder.is_recomputed = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Store activations again."""
+        self.encoder.is_recomputed = False
+
     def forward(
         self, features: Tensor, coordinates: Tensor, *, tile_size: int = 256, cu_seqlens: Tensor | None = None
     ) -> SlideEmbeddings:
@@ -286,13 +298,18 @@ class _Layers(nn.Module):
         self.layer_norm = nn.LayerNorm(config.embed_dim, eps=_LAYER_EPS)
         self.dropout = config.dropout
         self.pooling = config.pooling
+        self.is_recomputed = False
+        """Whether layers are recomputed in the backward pass."""
 
     def forward(self, x: Tensor, ends: tuple[int, ...] | None) -> tuple[list[Tensor], Tensor]:
         """The pooled states ``[S, E]`` of ``x [B, N, E]`` and of every layer, and of the last layer after the norm."""
         x = functional.dropout(x, self.dropout, self.training)
         states = [self._pool(x, ends)]
         for layer in self.layers:
-            x = layer(x, ends)
+            if self.is_recomputed and torch.is_grad_enabled():
+                x = checkpoint(layer, x, ends, use_reentrant=False)
+            else:
+                x = layer(x, ends)
             states.append(self._pool(x, ends))
         # LayerNorm acts per row, so the class token can be normalised alone.
         return states, self.layer_norm(states[-1]) if self.pooling == "class" else self._pool(self.layer_norm(x), ends)
