@@ -102,9 +102,10 @@ def test_maps_of_a_model_are_those_of_its_layers() -> None:
     model, tokens = LongNetLM(config).eval(), torch.randint(256, (1, 50))
     with torch.inference_mode():
         expected = model(tokens)
-        with attention_calls() as layers, attention_maps([7, 49]) as maps:
+        with attention_calls() as layers, attention_maps([7, 49]) as maps, attention_maps("mean") as means:
             torch.testing.assert_close(model(tokens), expected, rtol=0, atol=0)
     assert [x.shape for x in maps] == [(1, 2, 4, 50)] * 3
+    assert [x.shape for x in means] == [(1, 1, 4, 50)] * 3
     for layer, found in zip(layers, maps, strict=True):
         out = attend(layer.query, layer.key, layer.value, layer.pattern, is_causal=True)  # type: ignore[arg-type]
         values = layer.value.repeat_interleave(2, 2)
@@ -136,7 +137,7 @@ def test_what_has_no_map_is_refused() -> None:
         (torch.ones(1, 19), ValueError, "weights of queries must be"),
         (torch.ones(20), ValueError, "weights of queries must be"),
         (torch.ones(20, dtype=torch.bool), TypeError, "queries must be the numbers of rows"),
-        ("class", ValueError, 'or "mean", got \'class\''),
+        ("class", ValueError, "or \"mean\", got 'class'"),
     ):
         with pytest.raises(error, match=words):
             attention_map(query, key, PATTERN, queries)  # type: ignore[arg-type]

@@ -8,7 +8,13 @@ from torch import Tensor
 from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
 
 CONFIG = SlideEncoderConfig(
-    feature_dim=16, embed_dim=32, num_layers=4, num_heads=4, ffn_dim=128, grid_size=100, segment_lengths=(64, 512),
+    feature_dim=16,
+    embed_dim=32,
+    num_layers=4,
+    num_heads=4,
+    ffn_dim=128,
+    grid_size=100,
+    segment_lengths=(64, 512),
     dilation_rates=(1, 2),
 )
 

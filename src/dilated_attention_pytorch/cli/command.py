@@ -25,6 +25,7 @@ from .embed import Embed
 from .evaluate import Eval
 from .extend import Extend, defaults_of_extend
 from .generate import Generate
+from .heatmap import Heatmap
 from .info import Info
 from .plan import PlanCommand, defaults_of_plan
 from .profile import Profile
@@ -49,6 +50,7 @@ COMMANDS: Mapping[str, type] = {
     "extend": Extend,
     "generate": Generate,
     "embed": Embed,
+    "heatmap": Heatmap,
     "eval": Eval,
     "report": Report,
     "diagnose": Diagnose,
@@ -86,7 +88,14 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file would be larger than the limit of this shell (ulimit -f)",
 }
-_EXTRAS = {"embed": "slides", "report": "report", "bench": "bench", "tune": "bench", "show": "plot"}
+_EXTRAS = {
+    "embed": "slides",
+    "heatmap": "slides,plot",
+    "report": "report",
+    "bench": "bench",
+    "tune": "bench",
+    "show": "plot",
+}
 """Extras of the commands; of all others "train"."""
 _THAT_GO_ON = ("train", "extend")
 

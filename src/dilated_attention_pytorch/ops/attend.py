@@ -62,6 +62,8 @@ def attend_with_lse(
         impl=impl,
     )
     check_call(call)
+    for watch in WATCHERS:
+        watch(call)
     if dropout_p > 0.0:
         call = call._replace(dropout_seed=torch.randint(2**62, (), device=query.device))
     out, lse = attend_checked(call)
@@ -70,8 +72,6 @@ def attend_with_lse(
 
 def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
-    for watch in WATCHERS:
-        watch(call)
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
     impl = IMPLEMENTATIONS[implementation_of(call.impl, query, call.pattern)]

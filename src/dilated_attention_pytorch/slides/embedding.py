@@ -8,16 +8,19 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilated_attention_pytorch.errors import RunError, shortened
 from dilated_attention_pytorch.machine import require, set_threads
 from dilated_attention_pytorch.memory import in_bytes, is_out_of_memory
+from dilated_attention_pytorch.ops import attention_maps
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.preflight import choose_device
 
@@ -27,7 +30,7 @@ from .files import Slide, find_slides, read_slide
 from .grid import tile_grid
 from .memory import TileLimits, measure_limits
 from .settings import EmbedSettings
-from .store import Source, Store
+from .store import SlideResult, Source, Store
 
 _GIGAPATH = (
     "gigapath",
@@ -55,6 +58,8 @@ class TileRows(NamedTuple):
     """``[N, C]``."""
     grid: Tensor
     """Grid positions ``[N, 2]``, in tiles."""
+    slide: Slide
+    tile_size: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,7 +99,7 @@ class Embedder:
         self.device = torch.device(choose_device(settings.device))
         set_threads(settings.threads)
         self.paths = find_slides(slides)
-        self.store = Store(output, settings.format)
+        self.store = Store(output, settings.format, settings.vector.layout)
         self.encoder = _load(checkpoint, settings).to(self.device)
         self.made_with = settings.of_result(checkpoint, _digest(checkpoint))
         self.store.check(self.made_with)
@@ -124,7 +129,6 @@ class Embedder:
             skip(path, reason)
             advance(path.stem)
 
-        self.store.begin(self.made_with)
         left: list[tuple[Source, Path]] = []
         for name, path in self.paths.items():
             try:
@@ -143,9 +147,9 @@ class Embedder:
         if not left:
             return outcome
         for batch in self._batches(left, say, fail):
-            for slide, embeddings in self._embed(batch, fail):
+            for slide, result in self._embed(batch, fail):
                 try:
-                    self.store.write(slide.source, len(slide.features), embeddings)
+                    self._write(slide, result)
                 except RunError as error:
                     fail(slide.path, str(error))
                     continue
@@ -154,6 +158,17 @@ class Embedder:
                 advance(slide.source.slide)
         outcome.seconds = time.monotonic() - begun
         return outcome
+
+    def _write(self, slide: TileRows, result: SlideResult) -> None:
+        """Write a slide's result; the first one binds the folder to its settings.
+
+        Raises:
+            RunError: the name is taken, or the folder has other settings.
+        """
+        self.store.begin(self.made_with)
+        self.store.write(slide.source, result)
+        if self.settings.maps and "tile_size_um" not in slide.slide.attributes:
+            self.store.write_geojson(slide.source, result)
 
     def _limits(self, say: Callable[[str], None]) -> TileLimits | None:
         settings = self.settings
@@ -217,12 +232,13 @@ class Embedder:
                 f"pass --tile-size{_guess(slide.spacing)}, and another --output"
             )
         self._check_spacing(slide, tile_size)
+        coordinates = slide.coordinates.round() if self.settings.vector.rounds else slide.coordinates
         try:
-            grid = tile_grid(slide.coordinates, tile_size, config.grid_size)
+            grid = tile_grid(coordinates, tile_size, config.grid_size)
         except (TypeError, ValueError) as error:
             remedy = "pass another --tile-size and --output" if recorded is None else "extract its features again"
             raise RunError(f"{error}; {remedy} if {tile_size} is wrong") from error
-        return TileRows(source, path, slide.features, grid)
+        return TileRows(source, path, slide.features, grid, slide, tile_size)
 
     def _check_origin(self, slide: Slide) -> None:
         """Raise :class:`RunError` if the file records another tile encoder or magnification than is meant."""
@@ -271,7 +287,7 @@ class Embedder:
 
     def _embed(
         self, batch: list[TileRows], fail: Callable[[Path, str], None]
-    ) -> Iterator[tuple[TileRows, SlideEmbeddings]]:
+    ) -> Iterator[tuple[TileRows, SlideResult]]:
         try:
             computed = self._compute(batch)
         except (MemoryError, RuntimeError) as error:
@@ -283,11 +299,11 @@ class Embedder:
             else:
                 fail(batch[0].path, "memory ran out; use a device with more, or close other programs on this one")
             return
-        for slide, embedding, layers in zip(batch, *computed, strict=True):
-            if not bool(layers.isfinite().all() and embedding.isfinite().all()):
+        for slide, result in zip(batch, computed, strict=True):
+            if not all(bool(values.isfinite().all()) for values in (*result.embeddings, *result.of_tiles.values())):
                 fail(slide.path, f"its embedding is not finite in {self.settings.precision}; {self._remedy(slide)}")
                 continue
-            yield slide, SlideEmbeddings(embedding, layers)
+            yield slide, result
 
     def _remedy(self, slide: TileRows) -> str:
         """What to do about an embedding that is not finite."""
@@ -296,16 +312,68 @@ class Embedder:
         largest = float(slide.features.abs().max())
         return f"its features are too large (up to {largest:.3g}), extract them again"
 
-    def _compute(self, batch: list[TileRows]) -> SlideEmbeddings:
-        """Embeddings of the slides of a batch, in float32 on the CPU."""
+    def _compute(self, batch: list[TileRows]) -> list[SlideResult]:
+        """Results of the slides of a batch, in float32 on the CPU."""
+        settings, encoder = self.settings, self.encoder
         # The dtype can differ from file to file.
-        slides = [(slide.features.float(), slide.grid) for slide in batch]
-        features, grid, cu_seqlens = pack_slides(slides)
-        with torch.inference_mode(), autocast(self.settings.precision, self.device.type):
-            embeddings = self.encoder(
+        features, grid, cu_seqlens = pack_slides([(slide.features.float(), slide.grid) for slide in batch])
+        # Row 0 of every slide is its class token.
+        rows = [(start + slide, stop + slide + 1) for slide, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))]
+        states: list[Tensor] = []
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(autocast(settings.precision, self.device.type))
+            maps = stack.enter_context(attention_maps(self._pooled_rows(rows))) if settings.maps else []
+            if settings.tiles is not None:
+                stack.enter_context(_output_of(encoder, settings.tiles, states))
+            embeddings, layers = encoder(
                 features.to(self.device), grid.to(self.device), tile_size=1, cu_seqlens=cu_seqlens
             )
-        return SlideEmbeddings(*(value.float().cpu() for value in embeddings))
+        if settings.vector.layer is not None:
+            embeddings = layers[:, settings.vector.layer]
+        results = []
+        for index, (slide, (first, stop)) in enumerate(zip(batch, rows, strict=True)):
+            of_tiles = {}
+            if maps:
+                attention = torch.stack([one[0, index, :, first:stop] for one in maps])
+                of_tiles = {"attention": attention[..., 1:], "attention_to_class": attention[..., 0]}
+            if states:
+                of_tiles["states"] = states[0][0, first + 1 : stop]
+            of_tiles = {name: values.float().cpu().contiguous() for name, values in of_tiles.items()}
+            vectors = SlideEmbeddings(embeddings[index].float().cpu(), layers[index].float().cpu())
+            results.append(
+                SlideResult(vectors, slide.slide.coordinates, slide.tile_size, slide.slide.attributes, of_tiles)
+            )
+        return results
+
+    def _pooled_rows(self, rows: list[tuple[int, int]]) -> Tensor:
+        """What the embedding is pooled from, as queries of an attention map: class tokens, or the mean of tiles."""
+        if self.settings.vector.pooling == "class":
+            return torch.tensor([first for first, _ in rows])
+        weights = torch.zeros(len(rows), rows[-1][1])
+        for slide, (first, stop) in enumerate(rows):
+            weights[slide, first + 1 : stop] = 1 / (stop - first - 1)
+        return weights
+
+
+@contextmanager
+def _output_of(encoder: SlideEncoder, layer: int, states: list[Tensor]) -> Iterator[None]:
+    """Append the states ``[1, N, E]`` after ``layer`` to ``states``; after layer 0, the input of the first."""
+
+    def keep_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        states.append(inputs[0])
+
+    def keep_output(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        states.append(output)
+
+    layers = encoder.encoder.layers
+    hook = (
+        layers[layer - 1].register_forward_hook(keep_output)
+        if layer
+        else layers[0].register_forward_pre_hook(keep_input)
+    )
+    with hook:
+        yield
 
 
 def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder:
@@ -313,11 +381,17 @@ def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder:
         require("a .safetensors file", ("safetensors",), "slides")
     try:
         config = SlideEncoderConfig(
-            num_heads=settings.num_heads, pooling=settings.pooling, embed_dim=4 * settings.num_heads
+            num_heads=settings.num_heads, pooling=settings.vector.pooling, embed_dim=4 * settings.num_heads
         )
-        return load_slide_encoder(checkpoint, config=config, prefix=settings.prefix)
+        encoder = load_slide_encoder(checkpoint, config=config, prefix=settings.prefix)
     except (ValueError, FileNotFoundError) as error:
         raise RunError(f"--checkpoint {error}") from error
+    layers = encoder.config.num_layers
+    for flag, layer in (("--layer", settings.vector.layer), ("--tiles", settings.tiles)):
+        if layer is not None and layer > layers:
+            of_tool = f", which --like {settings.like} takes" if flag == "--layer" and settings.like else ""
+            raise RunError(f"{flag} must be 0 to {layers}, the layers of {checkpoint}, got {layer}{of_tool}")
+    return encoder
 
 
 def _digest(file: Path) -> str:

@@ -40,6 +40,8 @@ class Slide(NamedTuple):
     """Name of the tile encoder, if the file gives it."""
     magnification: float | None = None
     """Magnification of the tiles (20 is 0.5 micrometres a pixel), if the file gives it."""
+    attributes: Mapping[str, Any] = {}
+    """What the file says of its tiles, by the names of the tools."""
 
 
 def find_slides(paths: Sequence[Path]) -> dict[str, Path]:
@@ -91,8 +93,8 @@ def _files_of(path: Path) -> list[Path]:
         )
         if not files:
             raise RunError(
-                f"the folder {path} holds no {', '.join(SUFFIXES)} file; pass the folder that holds them directly ("
-                "CLAM's h5_files, TRIDENT's features_...), as subfolders are not searched"
+                f"the folder {path} holds no {', '.join(SUFFIXES)} file; pass the folder that holds them directly"
+                f"{_feature_folders(path)}, as subfolders are not searched"
             )
         hdf5_stems = {file.stem for file in files if file.suffix.lower() in HDF5}
         return [file for file in files if file.suffix.lower() != ".npz" or file.stem not in hdf5_stems]
@@ -104,6 +106,13 @@ def _files_of(path: Path) -> list[Path]:
             "first be tiled, and the tiles embedded, by TRIDENT, CLAM or GigaPath's own pipeline"
         )
     return [path]
+
+
+def _feature_folders(path: Path) -> str:
+    """The folders of features below a job folder of TRIDENT or CLAM, as text; else where they usually are."""
+    below = [*path.glob("*/features_*"), *path.glob("features_*"), *path.glob("h5_files")]
+    found = sorted(str(folder) for folder in below if folder.is_dir())
+    return f": {' or '.join(found)}" if found else " (CLAM's h5_files, TRIDENT's features_...)"
 
 
 def read_slide(path: Path, width: int | None = None) -> Slide:
@@ -147,6 +156,7 @@ def read_slide(path: Path, width: int | None = None) -> Slide:
         lie.spacing,
         next(filter(None, (text(attributes.get(name)) for name in _ENCODERS)), None),
         _magnification(attributes),
+        attributes,
     )
 
 

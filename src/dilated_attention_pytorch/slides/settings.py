@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from dilated_attention_pytorch.training.run_settings import Device, check_choice, check_number
 
 from .encoder import Pooling
+from .tools import VECTORS, Like, Vector
 
 FileKind = Literal["h5", "parquet"]
 EmbeddingPrecision = Literal["float32", "bfloat16", "float16"]
@@ -37,8 +38,20 @@ class EmbedSettings:
     """Tile encoder of the features. A file that records another one is skipped."""
     magnification: float = 20.0
     """Magnification of the tiles: 20 is 0.5 micrometres a pixel. A file that records another one is skipped."""
-    pooling: Pooling = "class"
-    """"class": the class token is the slide embedding, as in the released model. "mean": the mean over the tiles."""
+    like: Like | None = None
+    """Compute and write the vector of another tool, equal to its own on the same weights: "gigapath" (class token, last
+    layer; the README of prov-gigapath), "gigapath-finetune" (class token, layer 11), "trident" (mean of the tiles,
+    layer 11; `features` [E] and `coords`), "patho-bench" (the same in `features` [1, E]). Default: as "gigapath"."""
+    pooling: Pooling | None = None
+    """"class": the class token is the slide embedding. "mean": the mean over the tiles. Default: that of --like."""
+    layer: int | None = None
+    """Layer whose pooled state, behind the final norm, is the embedding: 0 (the tiles before the first layer) to the
+    number of layers. Default: that of --like; without it the last layer, behind its own LayerNorm too."""
+    maps: bool = False
+    """Also write how much attention every layer and head pays to each tile (`attention` [L, H, tiles]), and a GeoJSON
+    file for QuPath. `dilated-attention heatmap FILE` draws them."""
+    tiles: int | None = None
+    """Also write the state of every tile after this layer (`states` [tiles, E]), 0 to the number of layers."""
     num_heads: int = 16
     """Heads of the encoder, which the weights do not determine: 16 in the released one."""
     prefix: str = ""
@@ -57,24 +70,35 @@ class EmbedSettings:
     """CPU threads; 0 leaves the number to PyTorch."""
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("format", FileKind),
-            ("pooling", Pooling),
-            ("device", Device),
-            ("precision", EmbeddingPrecision),
-        ):
+        for name, choices in (("format", FileKind), ("device", Device), ("precision", EmbeddingPrecision)):
             check_choice(self, name, get_args(choices))
+        for name, choices in (("like", Like), ("pooling", Pooling)):
+            if getattr(self, name) is not None:
+                check_choice(self, name, get_args(choices))
         for name in ("num_heads", "batch_tiles"):
             check_number(self, name, least=1)
         check_number(self, "threads", least=0)
-        for name in ("tile_size", "tile_spacing"):
+        for name, least in (("tile_size", 1), ("tile_spacing", 1), ("layer", 0), ("tiles", 0)):
             if getattr(self, name) is not None:
-                check_number(self, name, least=1)
+                check_number(self, name, least=least)
+        if self.like is not None and (self.pooling is not None or self.layer is not None):
+            name = "pooling" if self.pooling is not None else "layer"
+            raise ValueError(f'{name} is set by like "{self.like}"; leave out one of them')
+        if self.format == "parquet" and (self.vector.layout != "own" or self.maps or self.tiles is not None):
+            what = f'like "{self.like}"' if self.vector.layout != "own" else "maps" if self.maps else "tiles"
+            raise ValueError(f"{what} is written in HDF5; leave out format parquet")
         check_number(self, "magnification", above=0)
         if not self.encoder.strip():
             raise ValueError("encoder must be a name, got an empty one")
         if self.memory is not None:
             check_number(self, "memory", above=0, most=_MOST_GIGABYTES)
+
+    @property
+    def vector(self) -> Vector:
+        """How the slide's vector is computed and written."""
+        if self.like is not None:
+            return VECTORS[self.like]
+        return Vector("class" if self.pooling is None else self.pooling, self.layer)
 
     def of_result(self, checkpoint: Path, digest: str) -> dict[str, Any]:
         """The options that affect the embeddings, as JSON-serialisable values."""
@@ -83,8 +107,13 @@ class EmbedSettings:
             "sha256": digest,
             "prefix": self.prefix,
             "num_heads": self.num_heads,
-            "pooling": self.pooling,
+            "pooling": self.vector.pooling,
             "precision": self.precision,
             "tile_size": self.tile_size,
             "format": self.format,
+            # Folders of earlier versions, which had no such options, are continued.
+            **({"layer": self.vector.layer} if self.vector.layer is not None else {}),
+            **({"layout": self.vector.layout} if self.vector.layout != "own" else {}),
+            **({"maps": True} if self.maps else {}),
+            **({"tiles": self.tiles} if self.tiles is not None else {}),
         }

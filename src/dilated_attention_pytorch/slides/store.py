@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from .contents import companions
 from .encoder import SlideEmbeddings
 from .files import is_same_file, status_of
 from .settings import FileKind
+from .tools import Layout
 
 SETTINGS_NAME = "_embed.json"
 """Readers of Parquet folders skip names that begin with an underscore."""
@@ -67,17 +68,34 @@ class Source:
         return os.path.exists(self.source) and not is_same_file(self.source, other.source)
 
 
+class SlideResult(NamedTuple):
+    """What is computed of one slide, on the CPU."""
+
+    embeddings: SlideEmbeddings
+    """``[E]`` and ``[L + 1, E]`` in float32."""
+    coordinates: Tensor
+    """``[N, 2]``, as the file of the slide has them, in pixels."""
+    tile_size: int
+    """In the same pixels."""
+    attributes: Mapping[str, Any] = {}
+    """What the file says of its tiles."""
+    of_tiles: Mapping[str, Tensor] = {}
+    """Results per tile by name, float32: `attention` [L, H, N], `attention_to_class` [L, H], `states` [N, E]."""
+
+
 class Store:
     """A folder of embeddings in one format.
 
     Args:
         folder: created by :meth:`begin` if missing.
         kind: file format.
+        layout: names in the files; other than "own" in HDF5 only.
     """
 
-    def __init__(self, folder: Path, kind: FileKind) -> None:
+    def __init__(self, folder: Path, kind: FileKind, layout: Layout = "own") -> None:
         self.folder = folder
         self.kind: FileKind = kind
+        self.layout: Layout = layout
 
     def check(self, made_with: Mapping[str, Any]) -> None:
         """Raise :class:`RunError` unless the folder is free, or holds embeddings made with the same settings."""
@@ -97,10 +115,11 @@ class Store:
             before = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunError(f"{file} is damaged ({error}); pass another --output, or remove the folder") from error
-        compared = [name for name in made_with if name not in _NOT_COMPARED]
-        differ = [name for name in compared if not isinstance(before, dict) or before.get(name) != made_with[name]]
+        before = before if isinstance(before, dict) else {}
+        compared = [name for name in {**made_with, **before} if name not in _NOT_COMPARED]
+        differ = [name for name in compared if before.get(name) != made_with.get(name)]
         if differ:
-            was = ", ".join(f"{name} {_shown(before, name)}, now {str(made_with[name])[:16]}" for name in differ)
+            was = ", ".join(f"{name} {_shown(before, name)}, now {_shown(made_with, name)}" for name in differ)
             raise RunError(
                 f"--output {self.folder} holds embeddings that were made with other settings ({was}); pass another "
                 "--output, or the same settings again"
@@ -169,8 +188,8 @@ class Store:
             )
         return before is not None and before.version == source.version
 
-    def write(self, source: Source, tiles: int, embeddings: SlideEmbeddings) -> None:
-        """Write one slide's embeddings, ``[E]`` and ``[L + 1, E]`` in float32, in place of an earlier embedding.
+    def write(self, source: Source, result: SlideResult) -> None:
+        """Write one slide's result in place of an earlier one.
 
         Raises:
             RunError: meanwhile something else has the name; it is not replaced.
@@ -178,11 +197,38 @@ class Store:
         path = self.path(source.slide)
         with replacing(path, check=lambda: self.before(source)) as staged:
             if self.kind == "h5":
-                _write_h5(staged, {**asdict(source), "tiles": tiles}, embeddings)
+                _write_h5(staged, source, result, self.layout, path)
             else:
-                _write_parquet(staged, source, tiles, embeddings)
+                _write_parquet(staged, source, len(result.coordinates), result.embeddings)
+
+    def write_geojson(self, source: Source, result: SlideResult) -> None:
+        """Write the attention to every tile, the mean over the heads of each layer, for QuPath (0.4 or later).
+
+        A tile is a square in pixels of level 0, with one measurement per layer. Source: QuPath,
+        ``qupath/lib/io/QuPathTypeAdapters.java``.
+
+        Raises:
+            RunError: something else has the name; it is not replaced.
+        """
+        path = self.folder / f"{source.slide}.geojson"
+        attention = result.of_tiles["attention"].mean(1).T.tolist()  # [N][L]
+        size, features = result.tile_size, []
+        for (x, y), scores in zip(result.coordinates.tolist(), attention, strict=True):
+            ring = [[x, y], [x + size, y], [x + size, y + size], [x, y + size], [x, y]]
+            measurements = {f"attention layer {layer}": score for layer, score in enumerate(scores, start=1)}
+            features.append(
+                {
+                    "type": "Feature",
+                    "geometry": {"type": "Polygon", "coordinates": [ring]},
+                    "properties": {"objectType": "tile", "measurements": measurements},
+                }
+            )
+        collection = {"type": "FeatureCollection", "generator": _GENERATOR, "features": features}
+        with replacing(path, check=lambda: _check_generated(path)) as staged:
+            staged.write_text(json.dumps(collection), encoding="utf-8")
 
 
+_GENERATOR = "dilated-attention embed"
 _LONGEST_NAME = 255
 """Bytes of a file's name that file systems allow."""
 
@@ -204,6 +250,18 @@ def _check_name(path: Path, source: str) -> None:
         )
 
 
+def _check_generated(path: Path) -> None:
+    """Raise :class:`RunError` if a GeoJSON file that `embed` did not write has the name."""
+    if not os.path.lexists(path):
+        return
+    begin = b""
+    if path.is_file() and not path.is_symlink():
+        with path.open("rb") as file:
+            begin = file.read(200)
+    if f'"generator": "{_GENERATOR}"'.encode() not in begin:
+        raise RunError(f"{path} was not written by `embed`; it is not replaced: move it away, or pass another --output")
+
+
 def _name_first(staged: Path, file: Path) -> None:
     """Give a staged file its name, unless another command was first."""
     try:
@@ -214,14 +272,26 @@ def _name_first(staged: Path, file: Path) -> None:
         os.replace(staged, file)
 
 
-def _write_h5(path: Path, attributes: Mapping[str, str | int], embeddings: SlideEmbeddings) -> None:
+def _write_h5(path: Path, source: Source, result: SlideResult, layout: Layout, output: Path) -> None:
     import h5py
 
     buffer = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
     with h5py.File(buffer, "w") as file:
-        for name, value in embeddings._asdict().items():
-            file.create_dataset(name, data=value.numpy())
-        file.attrs.update(attributes)
+        vector = result.embeddings.embedding.numpy()
+        if layout == "own":
+            file["embedding"] = vector
+            file["layers"] = result.embeddings.layers.numpy()
+        else:
+            file["features"] = vector if layout == "trident" else vector[None]
+        if layout == "trident":
+            file["features"].attrs.update({"name": source.slide, "savetodir": str(output.parent)})
+        for name, values in result.of_tiles.items():
+            file[name] = values.numpy()
+        if layout == "trident" or result.of_tiles:
+            file["coords"] = result.coordinates.numpy()
+            recorded = {n: value for n, value in result.attributes.items() if isinstance(value, (str, int, float))}
+            file["coords"].attrs.update({**recorded, "patch_size_level0": result.tile_size})
+        file.attrs.update({**asdict(source), "tiles": len(result.coordinates)})
     path.write_bytes(buffer.getbuffer())
 
 
@@ -231,7 +301,7 @@ def _source_in_h5(path: Path) -> Source | None:
 
     try:
         with h5py.File(path, "r") as file:
-            return _source(file.attrs) if {"embedding", "layers"} <= file.keys() else None
+            return _source(file.attrs) if file.keys() & {"embedding", "features"} else None
     except (OSError, KeyError, RuntimeError, ValueError, TypeError):
         return None
 
@@ -271,5 +341,5 @@ def _source(stored: Mapping[str, Any]) -> Source:
     )
 
 
-def _shown(before: Any, name: str) -> str:
-    return str(before.get(name))[:16] if isinstance(before, dict) else "unknown"
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return str(settings.get(name))[:16]

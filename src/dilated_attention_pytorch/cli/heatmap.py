@@ -1,0 +1,60 @@
+"""The command ``dilated-attention heatmap``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from dilated_attention_pytorch.errors import RunError
+
+
+@dataclass(kw_only=True, slots=True)
+class Heatmap:
+    """Draw how much attention a slide embedding pays to each tile.
+
+        dilated-attention embed features/ --checkpoint slide_encoder.pth --output embeddings/ --maps
+        dilated-attention heatmap embeddings/slide1.h5
+
+    Each square is a tile where it lies on the slide. Its colour is the attention of the class token (with pooling mean:
+    of all tiles together) in one layer, divided by the mean over the tiles; grey tiles are not seen in that layer. It
+    shows where a layer looks, not what the embedding is made of: later layers read tiles through others.
+    """
+
+    file: tyro.conf.Positional[Path]
+    """A file that `embed --maps` wrote."""
+    output: Path | None = None
+    """Picture to write; the ending selects the format. Default: the file with the ending .png."""
+    layer: int | None = None
+    """Layer, from 1. Default: the last."""
+    head: int | None = None
+    """Head, from 0. Default: the mean over the heads."""
+    thumbnail: Path | None = None
+    """Picture of the whole slide, drawn below the tiles."""
+
+    def run_command(self) -> None:
+        """Write the picture.
+
+        Raises:
+            RunError: the file holds no maps, or the picture cannot be drawn or written.
+        """
+        from dilated_attention_pytorch.machine import require
+        from dilated_attention_pytorch.output import check_new_file, replacing
+
+        require("drawing a heat map", ("h5py", "matplotlib"), "slides,plot")
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        from dilated_attention_pytorch.slides.heatmap import draw, read_scores
+
+        output = self.file.with_suffix(".png") if self.output is None else self.output
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if output.suffix[1:].lower() not in kinds:
+            raise RunError(f"--output {output}: pictures end in .{', .'.join(sorted(kinds))}")
+        check_new_file(output)
+        scores = read_scores(self.file)
+        layer = scores.attention.shape[0] if self.layer is None else self.layer
+        figure = draw(scores, self.file.stem, layer=layer, head=self.head, thumbnail=self.thumbnail)
+        with replacing(output) as staged:
+            figure.savefig(staged, format=output.suffix[1:].lower(), dpi=150)
+        print(f"written: {output}")
