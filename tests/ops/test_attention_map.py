@@ -106,10 +106,12 @@ def test_maps_of_a_model_are_those_of_its_layers() -> None:
             torch.testing.assert_close(model(tokens), expected, rtol=0, atol=0)
     assert [x.shape for x in maps] == [(1, 2, 4, 50)] * 3
     assert [x.shape for x in means] == [(1, 1, 4, 50)] * 3
-    for layer, found in zip(layers, maps, strict=True):
-        out = attend(layer.query, layer.key, layer.value, layer.pattern, is_causal=True)  # type: ignore[arg-type]
-        values = layer.value.repeat_interleave(2, 2)
+    for layer, found, mean in zip(layers, maps, means, strict=True):
+        values = torch.randn_like(layer.key)
+        out = attend(layer.query, layer.key, values, layer.pattern, is_causal=True)  # type: ignore[arg-type]
+        values = values.repeat_interleave(2, 2)
         torch.testing.assert_close(torch.einsum("brhm,bmhd->brhd", found, values), out[:, [7, 49]])
+        torch.testing.assert_close(torch.einsum("brhm,bmhd->brhd", mean, values), out.mean(1, keepdim=True))
     with attention_maps([0]) as maps:
         pass
     model(tokens)

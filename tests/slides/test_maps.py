@@ -25,7 +25,7 @@ LAYERS, E = 12, 32
 @pytest.fixture(autouse=True)
 def _memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = TileLimits(tile_bytes=10**6, of_batch=10**6, of_slide=10**9)
-    monkeypatch.setattr(embedding, "measure_limits", lambda *_: limits)
+    monkeypatch.setattr(embedding, "measure_limits", lambda *_, **__: limits)
 
 
 def authors(folder: Path, *, global_pool: bool) -> tuple[AuthorsSlideEncoder, Path]:
@@ -101,7 +101,7 @@ class Wide(Tensor):
 def test_maps_are_the_dense_probabilities_of_what_is_pooled(pooling: Any, tmp_path: Path) -> None:
     weights, numbers = checkpoint(tmp_path), [40, 1, 130]
     write_slides(tmp_path / "features", numbers)
-    settings = EmbedSettings(pooling=pooling, maps=True, tiles=1)
+    settings = EmbedSettings(pooling=pooling, maps=True, rollout=True, tiles=1)
     embedder = Embedder([tmp_path / "features"], weights, tmp_path / "out", settings)
     assert embedder.run().embedded == 3
     for index, number in enumerate(numbers):
@@ -111,11 +111,16 @@ def test_maps_are_the_dense_probabilities_of_what_is_pooled(pooling: Any, tmp_pa
             attention, own = (torch.from_numpy(file[name][()]) for name in ("attention", "attention_to_class"))
             torch.testing.assert_close(torch.from_numpy(file["states"][()]), states, rtol=0, atol=2e-5)
             assert torch.equal(torch.from_numpy(file["coords"][()]), corners)
+            rollout = torch.from_numpy(file["rollout"][()])
+        product = torch.eye(number + 1)
         for layer, (attend, x) in enumerate(inputs):
             dense = dense_probabilities(attend, x)
+            product = (torch.eye(number + 1) + dense[0].mean(0)) / 2 @ product
             pooled = dense[0, :, 0] if pooling == "class" else dense[0, :, 1:].mean(1)
             torch.testing.assert_close(attention[layer], pooled[:, 1:], rtol=0, atol=1e-6)
             torch.testing.assert_close(own[layer], pooled[:, 0], rtol=0, atol=1e-6)
+        expected = product[0] if pooling == "class" else product[1:].mean(0)
+        torch.testing.assert_close(rollout, expected[1:], rtol=0, atol=1e-6)
         collection = json.loads((tmp_path / "out" / f"slide{index}.geojson").read_text())
         assert len(collection["features"]) == number
         first = collection["features"][0]
@@ -166,7 +171,15 @@ def test_a_picture_shows_where_the_tiles_lie(tmp_path: Path, capsys: pytest.Capt
     corners = SIZE * torch.stack((torch.arange(200) // 10, torch.arange(200) % 10), dim=-1)
     recorded = {"patch_size_level0": SIZE, "level0_width": 20 * SIZE, "level0_height": 10 * SIZE}
     write_hdf5(tmp_path / "features" / "a.h5", torch.randn(200, WIDTH), corners, **recorded)
-    main(["embed", *map(str, (tmp_path / "features", "--checkpoint", weights, "--output", tmp_path / "out", "--maps"))])
+    main(
+        [
+            "embed",
+            *map(
+                str,
+                (tmp_path / "features", "--checkpoint", weights, "--output", tmp_path / "out", "--maps", "--rollout"),
+            ),
+        ]
+    )
     imsave(tmp_path / "slide.png", torch.rand(10, 20, 3).numpy())
     file = tmp_path / "out" / "a.h5"
     main(["heatmap", str(file)])
@@ -194,6 +207,11 @@ def test_a_picture_shows_where_the_tiles_lie(tmp_path: Path, capsys: pytest.Capt
         capsys, "heatmap", file, "--layer", 3, "--output", tmp_path / "c.png"
     )
     assert "--head must be 0 to 15" in failure(capsys, "heatmap", file, "--head", 16, "--output", tmp_path / "c.png")
+    main(["heatmap", str(file), "--rollout", "--output", str(tmp_path / "rollout.svg")])
+    assert "rollout over all layers" in (tmp_path / "rollout.svg").read_text()
+    assert "leave out --layer" in failure(
+        capsys, "heatmap", file, "--rollout", "--layer", 1, "--output", tmp_path / "c.png"
+    )
     assert "embed --maps" in failure(capsys, "heatmap", tmp_path / "features" / "a.h5", "--output", tmp_path / "c.png")
     assert not (tmp_path / "c.png").exists()
 

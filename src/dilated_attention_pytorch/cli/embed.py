@@ -6,15 +6,22 @@ import dataclasses
 import shlex
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.slides.settings import EmbedSettings
 
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.slides.embedding import Progress
+
 _SOME_FAILED = 1
+_LINE_SECONDS = 5.0
+"""Between two lines of progress where the output is no terminal."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,14 +65,8 @@ class Embed(EmbedSettings):
             SystemExit: with 1 if files were skipped, with 130 after Ctrl-C.
         """
         require("embedding slides", ("rich",), "slides")
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
 
         from dilated_attention_pytorch.slides import Embedder
         from dilated_attention_pytorch.terminal import plain_console
@@ -77,20 +78,29 @@ class Embed(EmbedSettings):
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tiles", markup=False),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("embedding", total=len(embedder.paths))
+        with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+            bar, last = bars.add_task("embedding", total=None), time.monotonic()
+
+            def report(done: Progress) -> None:
+                nonlocal last
+                slides = f"{done.slides:,} of {done.total_slides:,} slides"
+                bars.update(bar, completed=done.tiles, total=done.total_tiles, description=slides)
+                if not console.is_terminal and time.monotonic() - last >= _LINE_SECONDS:
+                    last = time.monotonic()
+                    console.print(f"{slides}, {done.tiles:,.0f} of {done.total_tiles:,} tiles", soft_wrap=True)
+
             try:
                 outcome = embedder.run(
                     say=lambda sentence: console.print(sentence, soft_wrap=True),
                     skip=lambda path, reason: errors.print(f"skipped {path}: {reason}", soft_wrap=True),
-                    advance=lambda slide: progress.update(bar, advance=1, description=slide),
+                    progress=report,
                 )
             except KeyboardInterrupt:
-                progress.stop()
+                bars.stop()
                 print(
                     f"\ndilated-attention: stopped; what is embedded is kept in {shlex.quote(str(self.output))}, and "
                     "the same command goes on",
@@ -98,9 +108,10 @@ class Embed(EmbedSettings):
                 )
                 raise SystemExit(128 + signal.SIGINT) from None
         rate = f", {60 * outcome.embedded / outcome.seconds:,.1f} slides a minute" if outcome.embedded else ""
+        others = f"{outcome.by_others:,} embedded meanwhile by other commands, " if outcome.by_others else ""
         console.print(
             f"{outcome.embedded:,} slides of {outcome.tiles:,} tiles embedded in {outcome.seconds:,.1f} s{rate}; "
-            f"{outcome.kept:,} were there, {len(outcome.failed):,} skipped; written: {self.output}",
+            f"{outcome.kept:,} were there, {others}{len(outcome.failed):,} skipped; written: {self.output}",
             soft_wrap=True,
         )
         if outcome.failed:

@@ -12,24 +12,27 @@ from dilated_attention_pytorch.errors import RunError
 
 @dataclass(kw_only=True, slots=True)
 class Heatmap:
-    """Draw how much attention a slide embedding pays to each tile.
+    """Draw which tiles a slide embedding is made from.
 
         dilated-attention embed features/ --checkpoint slide_encoder.pth --output embeddings/ --maps
         dilated-attention heatmap embeddings/slide1.h5
 
     Each square is a tile where it lies on the slide. Its colour is the attention of the class token (with pooling mean:
-    of all tiles together) in one layer, divided by the mean over the tiles; grey tiles are not seen in that layer. It
-    shows where a layer looks, not what the embedding is made of: later layers read tiles through others.
+    of all tiles together) in one layer, divided by the mean over the tiles; grey tiles are not seen in that layer. One
+    layer shows where it looks. What reaches the embedding through all layers, also by way of other tiles, is the
+    rollout (embed --rollout, then heatmap --rollout); neither says whether a tile speaks for or against a diagnosis.
     """
 
     file: tyro.conf.Positional[Path]
-    """A file that `embed --maps` wrote."""
+    """A file that `embed --maps` or `embed --rollout` wrote."""
     output: Path | None = None
     """Picture to write; the ending selects the format. Default: the file with the ending .png."""
     layer: int | None = None
     """Layer, from 1. Default: the last."""
     head: int | None = None
     """Head, from 0. Default: the mean over the heads."""
+    rollout: bool = False
+    """Draw the rollout over all layers."""
     thumbnail: Path | None = None
     """Picture of the whole slide, drawn below the tiles."""
 
@@ -45,7 +48,10 @@ class Heatmap:
         require("drawing a heat map", ("h5py", "matplotlib"), "slides,plot")
         from matplotlib.backend_bases import FigureCanvasBase
 
-        from dilated_attention_pytorch.slides.heatmap import draw, read_scores
+        from dilated_attention_pytorch.slides.heatmap import draw, of_attention, of_rollout, read_scores
+
+        if self.rollout and (self.layer is not None or self.head is not None):
+            raise RunError("--rollout goes through all layers and heads: leave out --layer and --head")
 
         output = self.file.with_suffix(".png") if self.output is None else self.output
         kinds = FigureCanvasBase.get_supported_filetypes()
@@ -53,8 +59,8 @@ class Heatmap:
             raise RunError(f"--output {output}: pictures end in .{', .'.join(sorted(kinds))}")
         check_new_file(output)
         scores = read_scores(self.file)
-        layer = scores.attention.shape[0] if self.layer is None else self.layer
-        figure = draw(scores, self.file.stem, layer=layer, head=self.head, thumbnail=self.thumbnail)
+        values, what = of_rollout(scores) if self.rollout else of_attention(scores, self.layer, self.head)
+        figure = draw(scores, values, f"{self.file.stem}: {what}", thumbnail=self.thumbnail)
         with replacing(output) as staged:
             figure.savefig(staged, format=output.suffix[1:].lower(), dpi=150)
         print(f"written: {output}")

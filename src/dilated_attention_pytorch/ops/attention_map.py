@@ -136,10 +136,10 @@ def attention_maps(queries: Queries) -> Iterator[list[Tensor]]:
 def attention_calls() -> Iterator[list[Call]]:
     """Keep every call of attention within the context, in order, for :func:`attention_rollout`.
 
-    The list holds the queries, keys and values of all calls.
+    The list holds the queries and keys of all calls; ``value`` of a call in it is its key.
     """
     calls: list[Call] = []
-    with _watching(calls.append):
+    with _watching(lambda call: calls.append(call._replace(value=call.key))):
         yield calls
 
 

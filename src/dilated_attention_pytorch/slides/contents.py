@@ -51,6 +51,7 @@ _SHOWN = 8
 _MOST_COMPRESSED, _LARGE = 200, 2**26
 """Features of tiles shrink to half at most; data that shrank to less than a 200th are fill values."""
 _MOST_PIXELS = 2**53
+_BYTES_OF_TILE = 4 * 1536
 _UNFINISHED = "it is cut short or still being written; wait for the program that writes it, or copy it again"
 
 
@@ -79,6 +80,19 @@ def read_content(path: Path, width: int | None) -> Content:
     if suffix in HDF5:
         return _read_hdf5(path, width)
     return _read_torch(path, width) if suffix == ".pt" else _read_numpy(path, width)
+
+
+def num_tiles(path: Path) -> int:
+    """Number of tiles of a file, for progress alone: by the shape in HDF5, else a guess by its size; else 1."""
+    import h5py
+
+    try:
+        if path.suffix.lower() not in HDF5:
+            return max(1, path.stat().st_size // _BYTES_OF_TILE)
+        with h5py.File(path, "r") as file:
+            return int(next(file[name].shape[-2] for name in NAMES[FEATURES] if name in file))
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, IndexError, StopIteration):
+        return 1
 
 
 def _read_hdf5(path: Path, width: int | None) -> Content:

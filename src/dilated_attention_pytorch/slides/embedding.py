@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.errors import RunError, shortened
 from dilated_attention_pytorch.machine import require, set_threads
 from dilated_attention_pytorch.memory import in_bytes, is_out_of_memory
-from dilated_attention_pytorch.ops import attention_maps
+from dilated_attention_pytorch.ops import attention_calls, attention_maps, attention_rollout
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.preflight import choose_device
 
 from .checkpoint import load_slide_encoder
+from .claims import Claims, part_of, part_of_launcher
+from .contents import num_tiles
 from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides
 from .files import Slide, find_slides, read_slide
 from .grid import tile_grid
@@ -45,6 +48,9 @@ _GIGAPATH = (
 """Names of GigaPath's tile encoder; slide2vec records that of the slide encoder for features on the way to it."""
 _TOLERANCE, _OF_SPACING = 0.1, 0.02
 """Of a magnification, as scanners differ, and of a spacing, as tools round it."""
+_BATCH_TILES = 16384
+_POLL_SECONDS = 1.0
+"""Pause before looking again at slides that other commands are embedding."""
 PACKAGES: Mapping[str, Sequence[str]] = {"h5": ("h5py",), "parquet": ("h5py", "pyarrow")}
 """Packages that each output format needs; slide files themselves are HDF5."""
 
@@ -62,6 +68,39 @@ class TileRows(NamedTuple):
     tile_size: int
 
 
+class Progress:
+    """Tiles that are done, of all that a run has to embed.
+
+    Args:
+        tiles: number of tiles by slide.
+        report: called with this object whenever it changes.
+    """
+
+    def __init__(self, tiles: Mapping[str, int], report: Callable[[Progress], None]) -> None:
+        self._tiles, self._report = dict(tiles), report
+        self.total_tiles, self.total_slides = sum(tiles.values()), len(tiles)
+        self.slides = 0
+        self._tiles_of_slides = 0
+        self._tiles_under_way = 0.0
+
+    @property
+    def tiles(self) -> float:
+        """Tiles that are done; of a batch that is being computed, the fraction of its layers."""
+        return min(self.total_tiles, self._tiles_of_slides + self._tiles_under_way)
+
+    def compute(self, tiles: float) -> None:
+        """So many tiles of the current batch are computed."""
+        self._tiles_under_way = tiles
+        self._report(self)
+
+    def finish(self, slide: str) -> None:
+        """A slide is embedded, skipped, or embedded by another command."""
+        self._tiles_of_slides += self._tiles[slide]
+        self._tiles_under_way = max(0.0, self._tiles_under_way - self._tiles[slide])
+        self.slides += 1
+        self._report(self)
+
+
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     """Result of a run."""
@@ -70,6 +109,8 @@ class Outcome:
     """Slides whose embeddings existed."""
     embedded: int = 0
     """Slides embedded in this run."""
+    by_others: int = 0
+    """Slides embedded meanwhile by other commands over the same folder."""
     tiles: int = 0
     """Number of their tiles."""
     seconds: float = 0.0
@@ -99,6 +140,12 @@ class Embedder:
         self.device = torch.device(choose_device(settings.device))
         set_threads(settings.threads)
         self.paths = find_slides(slides)
+        if settings.numbers_of_part is not None:
+            self.paths = part_of(self.paths, *settings.numbers_of_part)
+        elif (part := part_of_launcher(os.environ)) is not None:
+            self.paths = part_of(self.paths, *part) | self.paths  # its own part first
+        self.limits: TileLimits | None = None
+        self._is_measured = False
         self.store = Store(output, settings.format, settings.vector.layout)
         self.encoder = _load(checkpoint, settings).to(self.device)
         self.made_with = settings.of_result(checkpoint, _digest(checkpoint))
@@ -109,70 +156,123 @@ class Embedder:
         *,
         say: Callable[[str], None] = lambda sentence: None,
         skip: Callable[[Path, str], None] = lambda path, reason: None,
-        advance: Callable[[str], None] = lambda slide: None,
+        progress: Callable[[Progress], None] = lambda state: None,
     ) -> Outcome:
         """Embed every slide that has no embedding yet.
+
+        Commands that run at the same time over one folder share the slides: each is claimed by one of them, and all end
+        when none is left. A slide that a killed command had claimed is taken by another.
 
         Args:
             say: called with messages before the run.
             skip: called with each skipped file and the reason.
-            advance: called with the name of every slide that is embedded, skipped or already present.
+            progress: called whenever some tiles are done.
 
         Raises:
             RunError: the output folder holds the embedding of another slide of the same name, or another command began
                 it with other settings; nothing was computed.
         """
         outcome, begun = Outcome(), time.monotonic()
-
-        def fail(path: Path, reason: str) -> None:
-            outcome.failed[path] = reason
-            skip(path, reason)
-            advance(path.stem)
-
-        left: list[tuple[Source, Path]] = []
+        left: dict[str, Path] = {}
         for name, path in self.paths.items():
             try:
                 source = Source.of(name, path)
                 before = self.store.before(source)
             except RunError as error:
-                fail(path, str(error))
+                outcome.failed[path] = str(error)
+                skip(path, str(error))
                 continue
             if self.store.is_of(before, source):
                 outcome.kept += 1
-                advance(name)
             else:
-                left.append((source, path))
+                left[name] = path
         if outcome.kept:
             say(f"{outcome.kept:,} of {len(self.paths):,} slides were embedded before")
         if not left:
             return outcome
-        for batch in self._batches(left, say, fail):
-            for slide, result in self._embed(batch, fail):
-                try:
-                    self._write(slide, result)
-                except RunError as error:
-                    fail(slide.path, str(error))
-                    continue
-                outcome.embedded += 1
-                outcome.tiles += len(slide.features)
-                advance(slide.source.slide)
+        counted = Progress({name: num_tiles(path) for name, path in left.items()}, progress)
+        claims = Claims(self.store.folder)
+        try:
+            while left:
+                before_round = len(left)
+                self._embed_free(left, claims, outcome, say, skip, counted)
+                if len(left) == before_round:
+                    time.sleep(_POLL_SECONDS)
+        finally:
+            claims.end(is_complete=not left)
         outcome.seconds = time.monotonic() - begun
         return outcome
 
+    def _embed_free(
+        self,
+        left: dict[str, Path],
+        claims: Claims,
+        outcome: Outcome,
+        say: Callable[[str], None],
+        skip: Callable[[Path, str], None],
+        counted: Progress,
+    ) -> None:
+        """Embed the slides of ``left`` that no other command is embedding; they leave ``left``, and what others
+        finished."""
+
+        def finish(name: str) -> None:
+            del left[name]
+            claims.release(name)
+            counted.finish(name)
+
+        def fail(path: Path, reason: str) -> None:
+            outcome.failed[path] = reason
+            skip(path, reason)
+            finish(path.stem)
+
+        def claimed() -> Iterator[tuple[Source, Path]]:
+            for name, path in [*left.items()]:
+                if not claims.take(name):
+                    continue
+                try:
+                    source = Source.of(name, path)
+                    if self.store.is_of(self.store.before(source), source):
+                        outcome.by_others += 1
+                        finish(name)
+                        continue
+                except RunError as error:
+                    fail(path, str(error))
+                    continue
+                yield source, path
+
+        for batch in self._batches(claimed(), say, fail):
+            with _counting_layers(self.encoder, counted, sum(len(slide.features) for slide in batch)):
+                for slide, result in self._embed(batch, fail):
+                    self.store.begin(self.made_with)  # the first result binds the folder to its settings
+                    try:
+                        self._write(slide, result)
+                    except RunError as error:
+                        fail(slide.path, str(error))
+                        continue
+                    outcome.embedded += 1
+                    outcome.tiles += len(slide.features)
+                    finish(slide.source.slide)
+
     def _write(self, slide: TileRows, result: SlideResult) -> None:
-        """Write a slide's result; the first one binds the folder to its settings.
+        """Write a slide's result.
 
         Raises:
-            RunError: the name is taken, or the folder has other settings.
+            RunError: something else has the name.
         """
-        self.store.begin(self.made_with)
         self.store.write(slide.source, result)
         if self.settings.maps and "tile_size_um" not in slide.slide.attributes:
             self.store.write_geojson(slide.source, result)
 
     def _limits(self, say: Callable[[str], None]) -> TileLimits | None:
         settings = self.settings
-        limits = measure_limits(self.encoder, self.device, settings.precision, settings.batch_tiles, settings.memory)
+        limits = measure_limits(
+            self.encoder,
+            self.device,
+            settings.precision,
+            settings.batch_tiles or (_BATCH_TILES if self.device.type == "cuda" else 1),
+            settings.memory,
+            keeps_calls=settings.rollout,
+        )
         if limits is None:
             say("memory cannot be measured on this system: slides are embedded one by one")
         else:
@@ -184,18 +284,18 @@ class Embedder:
 
     def _batches(
         self,
-        slides: Sequence[tuple[Source, Path]],
+        slides: Iterable[tuple[Source, Path]],
         say: Callable[[str], None],
         fail: Callable[[Path, str], None],
     ) -> Iterator[list[TileRows]]:
         """Slides in order, batched up to the tile limit; a slide larger than a batch comes alone."""
         batch: list[TileRows] = []
-        limits, is_measured = None, False
         for source, path in slides:
             try:
                 tiles = self._read(source, path)
-                if not is_measured:
-                    limits, is_measured = self._limits(say), True
+                if not self._is_measured:
+                    self.limits, self._is_measured = self._limits(say), True
+                limits = self.limits
                 self._check_size(len(tiles.grid), limits)
             except RunError as error:
                 fail(path, str(error))
@@ -323,20 +423,23 @@ class Embedder:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(autocast(settings.precision, self.device.type))
-            maps = stack.enter_context(attention_maps(self._pooled_rows(rows))) if settings.maps else []
+            pooled = self._pooled_rows(rows)
+            maps = stack.enter_context(attention_maps(pooled)) if settings.maps else []
+            calls = stack.enter_context(attention_calls()) if settings.rollout else []
             if settings.tiles is not None:
                 stack.enter_context(_output_of(encoder, settings.tiles, states))
             embeddings, layers = encoder(
                 features.to(self.device), grid.to(self.device), tile_size=1, cu_seqlens=cu_seqlens
             )
+            rollout = attention_rollout(calls, pooled) if calls else None
         if settings.vector.layer is not None:
             embeddings = layers[:, settings.vector.layer]
         results = []
         for index, (slide, (first, stop)) in enumerate(zip(batch, rows, strict=True)):
-            of_tiles = {}
+            of_tiles = {} if rollout is None else {"rollout": rollout[0, index, first + 1 : stop]}
             if maps:
                 attention = torch.stack([one[0, index, :, first:stop] for one in maps])
-                of_tiles = {"attention": attention[..., 1:], "attention_to_class": attention[..., 0]}
+                of_tiles |= {"attention": attention[..., 1:], "attention_to_class": attention[..., 0]}
             if states:
                 of_tiles["states"] = states[0][0, first + 1 : stop]
             of_tiles = {name: values.float().cpu().contiguous() for name, values in of_tiles.items()}
@@ -354,6 +457,22 @@ class Embedder:
         for slide, (first, stop) in enumerate(rows):
             weights[slide, first + 1 : stop] = 1 / (stop - first - 1)
         return weights
+
+
+@contextmanager
+def _counting_layers(encoder: SlideEncoder, counted: Progress, tiles: int) -> Iterator[None]:
+    """Count the tiles of a batch by the layers that are computed."""
+    layers = encoder.encoder.layers
+
+    def count(index: int) -> Callable[..., None]:
+        return lambda *_: counted.compute(tiles * (index + 1) / len(layers))
+
+    hooks = [layer.register_forward_hook(count(index)) for index, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -21,10 +21,12 @@ _BRIGHTEST = 0.99
 
 
 class TileScores(NamedTuple):
-    """What ``embed --maps`` wrote of a slide."""
+    """What ``embed --maps`` or ``embed --rollout`` wrote of a slide."""
 
-    attention: Tensor
+    attention: Tensor | None
     """``[L, H, N]``, probabilities of every layer and head."""
+    rollout: Tensor | None
+    """``[N]``."""
     coordinates: Tensor
     """``[N, 2]``, upper left corners of the tiles, in pixels."""
     tile_size: int
@@ -43,11 +45,17 @@ def read_scores(path: Path) -> TileScores:
 
     try:
         with h5py.File(path, "r") as file:
-            if "attention" not in file or "coords" not in file:
-                raise RunError(f"{path} holds no attention to tiles; write it with `dilated-attention embed --maps`")
+            if "coords" not in file or not {"attention", "rollout"} & file.keys():
+                raise RunError(
+                    f"{path} holds no scores of tiles; write them with `dilated-attention embed --maps` or --rollout"
+                )
             attributes = file["coords"].attrs
+            attention, rollout = (
+                torch.from_numpy(file[name][()]) if name in file else None for name in ("attention", "rollout")
+            )
             scores = TileScores(
-                torch.from_numpy(file["attention"][()]),
+                attention,
+                rollout,
                 torch.from_numpy(file["coords"][()]),
                 int(attributes["patch_size_level0"]),
                 tuple(float(attributes[name]) for name in _SIZES) if set(_SIZES) <= attributes.keys() else None,  # type: ignore[arg-type]
@@ -56,40 +64,64 @@ def read_scores(path: Path) -> TileScores:
         if isinstance(error, RunError):
             raise
         raise RunError(f"{path} cannot be read as a file of `embed --maps` ({first_line(error)})") from error
-    if scores.attention.dim() != 3 or scores.coordinates.shape != (scores.attention.shape[2], 2):
-        raise RunError(
-            f"{path} has attention {list(scores.attention.shape)} and coords {list(scores.coordinates.shape)}, "
-            "expected [layers, heads, tiles] and [tiles, 2]"
-        )
+    for name, values, axes in (("attention", attention, 3), ("rollout", rollout, 1)):
+        if values is not None and (values.dim() != axes or scores.coordinates.shape != (values.shape[-1], 2)):
+            raise RunError(
+                f"{path} has {name} {list(values.shape)} and coords {list(scores.coordinates.shape)}, expected "
+                "[layers, heads, tiles] or [tiles] of a rollout, and [tiles, 2]"
+            )
     return scores
 
 
 _SIZES = ("level0_width", "level0_height")
 
 
-def draw(scores: TileScores, name: str, *, layer: int, head: int | None, thumbnail: Path | None) -> Figure:
-    """Draw the attention to every tile as a coloured square.
-
-    The colour is the attention divided by the mean over the tiles: 1 is a tile like any other. Grey tiles are not seen
-    at all in this layer.
-
-    Args:
-        scores: see :func:`read_scores`.
-        name: name of the slide.
-        layer: 1 to L.
-        head: 0 to H - 1; None = the mean over the heads.
-        thumbnail: picture of the whole slide, drawn below the tiles.
+def of_attention(scores: TileScores, layer: int | None, head: int | None) -> tuple[Tensor, str]:
+    """The attention of one layer (from 1; None = the last) and head (None = the mean), ``[N]``, and its name.
 
     Raises:
-        RunError: a layer or head does not exist, or the thumbnail cannot be drawn.
+        RunError: there are no maps, or no such layer or head.
     """
-    layers, heads, tiles = scores.attention.shape
+    if scores.attention is None:
+        raise RunError("the file holds a rollout alone: pass --rollout, or embed the slide with --maps")
+    layers, heads, _ = scores.attention.shape
+    layer = layers if layer is None else layer
     if not 1 <= layer <= layers:
         raise RunError(f"--layer must be 1 to {layers}, got {layer}")
     if head is not None and not 0 <= head < heads:
         raise RunError(f"--head must be 0 to {heads - 1}, got {head}")
     of_layer = scores.attention[layer - 1]
-    values = (of_layer.mean(0) if head is None else of_layer[head]).double()
+    if head is None:
+        return of_layer.mean(0), f"attention in layer {layer}, mean of {heads} heads"
+    return of_layer[head], f"attention in layer {layer}, head {head}"
+
+
+def of_rollout(scores: TileScores) -> tuple[Tensor, str]:
+    """The rollout over all layers, ``[N]``, and its name.
+
+    Raises:
+        RunError: the file has none.
+    """
+    if scores.rollout is None:
+        raise RunError("the file holds no rollout: embed the slide with --rollout")
+    return scores.rollout, "attention rollout over all layers"
+
+
+def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | None) -> Figure:
+    """Draw the score of every tile as a coloured square.
+
+    The colour is the score divided by the mean over the tiles: 1 is a tile like any other. Grey tiles have none.
+
+    Args:
+        scores: where the tiles lie.
+        values: ``[N]``, not negative.
+        title: title of the picture.
+        thumbnail: picture of the whole slide, drawn below the tiles.
+
+    Raises:
+        RunError: the thumbnail cannot be drawn.
+    """
+    tiles, values = len(values), values.double()
     is_seen = values > 0
     relative = values / values.mean().clamp(min=torch.finfo(torch.float64).tiny)
     with importing("drawing a heat map", "plot"):
@@ -127,11 +159,11 @@ def draw(scores: TileScores, name: str, *, layer: int, head: int | None, thumbna
     shown.set_clim(0.0, max(largest, 1e-9))
     axes.add_collection(shown)
     axes.set(xlim=(begin[0], end[0]), ylim=(end[1], begin[1]), aspect="equal", xlabel="pixels", ylabel="pixels")
-    which = f"mean of {heads} heads" if head is None else f"head {head}"
     number = int((~is_seen).sum())
-    axes.set_title(f"{name}: layer {layer}, {which}; {number:,} of {tiles:,} tiles unseen (grey)", fontsize=10)
+    grey = f"; {number:,} of {tiles:,} tiles unseen (grey)" if number else ""
+    axes.set_title(f"{title}{grey}", fontsize=10)
     bar = figure.colorbar(shown, ax=axes, extend="max" if float(relative.max()) > largest else "neither")
-    bar.set_label("attention, relative to the mean tile")
+    bar.set_label("relative to the mean tile")
     return figure
 
 

@@ -30,7 +30,13 @@ class TileLimits:
 
 
 def measure_limits(
-    encoder: SlideEncoder, device: torch.device, precision: str, batch_tiles: int, memory: float | None
+    encoder: SlideEncoder,
+    device: torch.device,
+    precision: str,
+    batch_tiles: int,
+    memory: float | None,
+    *,
+    keeps_calls: bool = False,
 ) -> TileLimits | None:
     """Measure the memory per tile and compute how many tiles fit.
 
@@ -42,6 +48,7 @@ def measure_limits(
         device, precision: as for the embedding run.
         batch_tiles: upper limit of tiles per batch.
         memory: memory limit of a call, in gigabytes; None = the free memory.
+        keeps_calls: whether queries and keys of all layers stay in memory.
 
     Returns:
         the limits; None on a system that reports neither peak nor free memory.
@@ -64,6 +71,9 @@ def measure_limits(
             return None
         peaks.append(measured[0])
     tile_bytes = max(1, (peaks[1] - peaks[0]) // (_MANY - _FEW), peaks[1] // _MANY)
+    if keeps_calls:
+        element = 4 if precision == "float32" else 2
+        tile_bytes += 2 * element * encoder.config.num_layers * encoder.config.embed_dim
     try:
         free = free_memory(device)
     except NotImplementedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -49,7 +50,10 @@ class EmbedSettings:
     number of layers. Default: that of --like; without it the last layer, behind its own LayerNorm too."""
     maps: bool = False
     """Also write how much attention every layer and head pays to each tile (`attention` [L, H, tiles]), and a GeoJSON
-    file for QuPath. `dilated-attention heatmap FILE` draws them."""
+    file for QuPath. `dilated-attention heatmap FILE` draws it."""
+    rollout: bool = False
+    """Also write how much of each tile can reach the embedding through all layers (`rollout` [tiles]; Abnar and
+    Zuidema 2020). It keeps the queries and keys of all layers in memory."""
     tiles: int | None = None
     """Also write the state of every tile after this layer (`states` [tiles, E]), 0 to the number of layers."""
     num_heads: int = 16
@@ -60,14 +64,18 @@ class EmbedSettings:
     """Device; "auto" takes a CUDA device if there is one."""
     precision: EmbeddingPrecision = "float32"
     """Dtype of matrix products and attention, under autocast. GigaPath's own programs use float16 on GPUs."""
-    batch_tiles: int = 16384
+    batch_tiles: int | None = None
     """Most tiles per batch of several slides; fewer if memory is short. A command that is killed loses at most one
-    batch."""
+    batch. Default: 16,384 on a GPU; on a CPU every slide alone, so that no bit depends on the slides beside it."""
     memory: float | None = None
     """Memory limit in gigabytes besides the weights. Default: half of the free memory for a batch, all of it for a
     single slide. A slide that needs more is skipped."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
+    part: str | None = None
+    """Embed one part of the slides alone: 3/16 is the third of 16 parts, which have about equally many tiles. Without
+    it, commands over one output folder share all slides; those that torchrun, srun or a Slurm array started begin with
+    a part each."""
 
     def __post_init__(self) -> None:
         for name, choices in (("format", FileKind), ("device", Device), ("precision", EmbeddingPrecision)):
@@ -75,23 +83,40 @@ class EmbedSettings:
         for name, choices in (("like", Like), ("pooling", Pooling)):
             if getattr(self, name) is not None:
                 check_choice(self, name, get_args(choices))
-        for name in ("num_heads", "batch_tiles"):
-            check_number(self, name, least=1)
+        check_number(self, "num_heads", least=1)
         check_number(self, "threads", least=0)
-        for name, least in (("tile_size", 1), ("tile_spacing", 1), ("layer", 0), ("tiles", 0)):
+        if self.part is not None:
+            self.numbers_of_part  # noqa: B018 - raises if it is no part
+        for name, least in (("tile_size", 1), ("tile_spacing", 1), ("batch_tiles", 1), ("layer", 0), ("tiles", 0)):
             if getattr(self, name) is not None:
                 check_number(self, name, least=least)
         if self.like is not None and (self.pooling is not None or self.layer is not None):
             name = "pooling" if self.pooling is not None else "layer"
             raise ValueError(f'{name} is set by like "{self.like}"; leave out one of them')
-        if self.format == "parquet" and (self.vector.layout != "own" or self.maps or self.tiles is not None):
-            what = f'like "{self.like}"' if self.vector.layout != "own" else "maps" if self.maps else "tiles"
-            raise ValueError(f"{what} is written in HDF5; leave out format parquet")
+        in_hdf5 = {
+            f'like "{self.like}"': self.vector.layout != "own",
+            "maps": self.maps,
+            "rollout": self.rollout,
+            "tiles": self.tiles is not None,
+        }
+        for what, is_given in in_hdf5.items():
+            if is_given and self.format == "parquet":
+                raise ValueError(f"{what} is written in HDF5; leave out format parquet")
         check_number(self, "magnification", above=0)
         if not self.encoder.strip():
             raise ValueError("encoder must be a name, got an empty one")
         if self.memory is not None:
             check_number(self, "memory", above=0, most=_MOST_GIGABYTES)
+
+    @property
+    def numbers_of_part(self) -> tuple[int, int] | None:
+        """The part, from 1, and the number of parts."""
+        if self.part is None:
+            return None
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"part must be like 3/16, the third of 16 parts, got {self.part!r}")
+        return int(found[1]), int(found[2])
 
     @property
     def vector(self) -> Vector:
@@ -115,5 +140,6 @@ class EmbedSettings:
             **({"layer": self.vector.layer} if self.vector.layer is not None else {}),
             **({"layout": self.vector.layout} if self.vector.layout != "own" else {}),
             **({"maps": True} if self.maps else {}),
+            **({"rollout": True} if self.rollout else {}),
             **({"tiles": self.tiles} if self.tiles is not None else {}),
         }

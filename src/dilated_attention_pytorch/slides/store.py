@@ -80,7 +80,8 @@ class SlideResult(NamedTuple):
     attributes: Mapping[str, Any] = {}
     """What the file says of its tiles."""
     of_tiles: Mapping[str, Tensor] = {}
-    """Results per tile by name, float32: `attention` [L, H, N], `attention_to_class` [L, H], `states` [N, E]."""
+    """Results per tile by name, float32: `attention` [L, H, N], `attention_to_class` [L, H],
+    `rollout` [N], `states` [N, E]."""
 
 
 class Store:
