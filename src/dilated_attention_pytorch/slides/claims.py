@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from dilated_attention_pytorch.output import make_output
 
-CLAIMS_NAME = "_claims"
+CLAIMS_NAME = "_embed.claims"
 
 
 class Claims:
@@ -28,7 +28,7 @@ class Claims:
     def take(self, slide: str) -> bool:
         """Claim a slide; False if another command has it."""
         make_output(self.folder)
-        lock = FileLock(self._file(slide))
+        lock = FileLock(self._file(slide), thread_local=False)
         try:
             lock.acquire(blocking=False)
         except Timeout:
