@@ -96,7 +96,6 @@ ALLOWED = {
     },
     "estimate": {
         *ORDER,
-        "chart_page",
         "data_sheets",
         "errors",
         "folders",

@@ -11,7 +11,7 @@ from dilated_attention_pytorch.output import check_new_file, write_text
 
 COMMANDS = {
     "tokenizer {}/texts --vocab-size 300 --output {}/new": ["new"],
-    "plan --preset tiny --output {}/new --html {}/page": ["new", "page"],
+    "plan --preset tiny --output {}/new": ["new"],
     "report {}/run --output {}/new": ["new"],
     "show local_window(1) --output {}/new.png": ["new.png"],
     "eval {}/run --output {}/new.json": ["new.json", "new.png"],

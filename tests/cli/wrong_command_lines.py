@@ -510,7 +510,7 @@ TABLE: dict[str, list[Row]] = {
         Row("plan --preset tiny --tokenizer {}/nowhere.json", "there is no file"),
         Row("plan --preset tiny --processes 2 --context-parallel 3", "must be a multiple of 3, got 2; plan for 3 processes (--processes 3)"),
         Row("plan --preset tiny --processes 2 --data-parallel zero1", "--data-parallel zero1 does not go with --optimizer muon"),
-        Row("plan --output {}/one --html {}/one", "--output and --html must be two files, got {}/one for both"),
+        Row("plan --preset tiny --html {}/one", "plan --html was removed: the plan is printed, and --output writes it as JSON; leave it out"),
         Row('plan --model {}/short --pattern local_window(3) --gradient-accumulation 4', "--gradient-accumulation is for a LongNet, and a plan of a model of transformers does not read it"),
         Row('plan --model {}/short --pattern local_window(3) --model.embed-dim 64', "--model.embed-dim is for a LongNet, and a plan of a model of transformers does not read it"),
         Row("plan --context-length -8", "context_length must be at least 8, got -8"),
@@ -541,8 +541,7 @@ TABLE: dict[str, list[Row]] = {
         Row("plan --model {}/short --pattern local_window(3) --hardware here", "--hardware here predicts steps of a LongNet; name a device with --model"),
         Row("plan --model {}/short --pattern local_window(3) --changes", "--changes is for training steps of a LongNet; leave it out with --model"),
         Row("plan --output {}/file", "--output {}/file exists; nothing in it was changed. Name a new file"),
-        Row("plan --html {}/file", "--html {}/file exists; nothing in it was changed. Name a new file, for example --html"),
-        Row("plan --html {}/none/page.html", "--html {}/none/page.html: there is no folder {}/none; make it first"),
+        Row("plan --output {}/none/plan.json", "--output {}/none/plan.json: there is no folder {}/none; make it first"),
         Row("plan --longst", "Unrecognized options: --longst"),
     ],
 }  # fmt: skip

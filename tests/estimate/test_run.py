@@ -148,3 +148,16 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert written["footprint"] == dataclasses.asdict(expected)
     assert written["total_bytes"] == expected.total
     assert "fits, with 23." in printed
+
+
+def test_the_command_plans_a_generation_without_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    words = "plan --preset tiny --hardware H200 --precision float32 --for generation --prompt 100 --new-tokens 4"
+    main([*words.split(), "--output", str(file)])
+    written = json.loads(file.read_text())
+    assert (written["purpose"], written["tokens"], written["fits"]) == ("generation", 2 * 4, True)
+    assert "seconds" not in written
+    printed = capsys.readouterr().out
+    assert "key/value cache" in printed
+    assert "seconds of the generation" not in printed
+    assert "8 new tokens in the generation; its seconds are not predicted: time `dilated-attention generate`" in printed

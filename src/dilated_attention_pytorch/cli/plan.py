@@ -16,7 +16,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.run_settings import LONGEST_TEXT
 
-from .plan_words import MEASURED_SPEED, devices, print_plan, sentences
+from .plan_words import MEASURED_SPEED, print_plan
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
@@ -82,29 +82,21 @@ class PlanCommand(TrainSettings):
     """Also find the largest model of this shape that fits."""
     changes: bool = False
     """Also show the three changes that would help most."""
-    html: Path | None = None
-    """HTML page to write, with charts for other lengths and numbers of devices. Default: none."""
     output: Path | None = None
     """JSON file to write. Default: none."""
 
     def run_command(self) -> None:
-        """Print the plan and write the files.
+        """Print the plan and write the file.
 
         Raises:
             RunError: an unknown device, settings that do not fit the number of processes, or a file that cannot be
                 written.
         """
-        from dilated_attention_pytorch.machine import require
         from dilated_attention_pytorch.output import check_new_file
         from dilated_attention_pytorch.training import preflight
 
-        for flag, file in (("--output", self.output), ("--html", self.html)):
-            if file is not None:
-                check_new_file(file, flag)
-        if self.html is not None:
-            require("--html", ("plotly",), "report")
-            if self.output is not None and self.html.resolve() == self.output.resolve():
-                raise RunError(f"--output and --html must be two files, got {self.html} for both")
+        if self.output is not None:
+            check_new_file(self.output, "--output")
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
@@ -218,12 +210,11 @@ class PlanCommand(TrainSettings):
             return
         plan = plan_run(settings, self.processes, device, purpose=cast("Purpose", self.purpose))
         print_plan(plan, device, self.processes)
-        console, answers, values = plain_console(), list[str](), dict[str, Any]()
+        console, values = plain_console(), dict[str, Any]()
         for name, value, lines in self._answers(settings, device, plan):
             values[name] = value
-            answers += lines
             console.print("\n".join(lines), soft_wrap=True)
-        self._write(plan, device, settings.to_dict(), settings, answers, values)
+        self._write(plan, device, settings.to_dict(), values)
 
     def _answers(self, settings: TrainSettings, device: Device, plan: RunPlan) -> Iterator[tuple[str, Any, list[str]]]:
         """Answers to the inverse questions that were asked: a name, a JSON value, and lines of text."""
@@ -328,21 +319,11 @@ class PlanCommand(TrainSettings):
         plan: MemoryPlan,
         device: Device,
         settings: dict[str, Any],
-        trained: TrainSettings | None = None,
-        answers: Sequence[str] = (),
-        values: Mapping[str, Any] | None = None,
+        answers: Mapping[str, Any] | None = None,
     ) -> None:
         from dilated_attention_pytorch.estimate import RunPlan
-        from dilated_attention_pytorch.estimate.page import page, pictures_of
         from dilated_attention_pytorch.output import write_text
 
-        pictures = None
-        if self.html is not None and trained is not None and self.purpose == "training":
-            pictures = pictures_of(trained, self.processes, dataclasses.replace(device, here=None))
-        if self.html is not None:
-            title = f"A run on {devices(device, self.processes)}"
-            words = [*sentences(plan), *answers]
-            write_text(self.html, "".join(page(title, plan, words, settings, pictures)))
         if self.output is not None:
             written = {
                 "hardware": device.sheet.name,
@@ -353,8 +334,7 @@ class PlanCommand(TrainSettings):
                 "fits": plan.fits,
                 "bounded_by": plan.bounded_by if isinstance(plan, RunPlan) else None,
                 "longest_context_length": None,
-                **(values or {}),
-                "pictures": None if pictures is None else dataclasses.asdict(pictures),
+                **(answers or {}),
             }
             write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 

@@ -145,14 +145,14 @@ def _sizes(num_processes: int) -> Iterator[dict[str, Any]]:
 
 
 def _mesh(settings: TrainSettings, num_processes: int, device: Device, sizes: dict[str, Any]) -> Mesh | None:
-    plan = plan_if_possible(lambda: dataclasses.replace(settings, **of_mesh(**sizes)), num_processes, device)
+    plan = _plan_if_possible(lambda: dataclasses.replace(settings, **of_mesh(**sizes)), num_processes, device)
     if plan is None:
         return None
     data = num_processes // sizes["context"] // sizes["tensor"]
     return Mesh(**{"data": data, "heads": 1, **sizes}, plan=plan)
 
 
-def plan_if_possible(settings: Callable[[], TrainSettings], num_processes: int, device: Device) -> RunPlan | None:
+def _plan_if_possible(settings: Callable[[], TrainSettings], num_processes: int, device: Device) -> RunPlan | None:
     """The plan of a run; None if its settings are impossible together or on these devices."""
     try:
         return plan_run(settings(), num_processes, device)
