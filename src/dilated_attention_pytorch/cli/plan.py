@@ -63,9 +63,8 @@ class PlanCommand(TrainSettings):
     pattern: str = ""
     """Attention pattern of that model, in the syntax of `dilated-attention show`."""
     hardware: str = "H100 SXM"
-    """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, measured in at
-    most two minutes (products, attention, small steps of the model, and sums over two processes). Measurements
-    are kept."""
+    """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, for one process,
+    measured in at most two minutes (products, attention, and small steps of the model). Measurements are kept."""
     link: str = ""
     """Link between the devices; empty: the one that the data sheet names."""
     processes: int = 1
@@ -176,8 +175,15 @@ class PlanCommand(TrainSettings):
             )
         if self.purpose == "forward":
             raise RunError(f"--hardware {_HERE} predicts training steps; name a device with --for forward")
+        if self.processes > 1:
+            raise RunError(
+                f"--hardware {_HERE} measures steps of one process, got --processes {self.processes}; name a device, "
+                "whose data sheet is read"
+            )
         if self.link:
-            raise RunError(f"--hardware {_HERE} measures what its processes exchange; leave --link {self.link} out")
+            raise RunError(
+                f"--hardware {_HERE} measures one process, which sends nothing; leave --link {self.link} out"
+            )
         named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
         if named:
             raise RunError(f"{named[0]} is for a device by its name; leave it out with --hardware {_HERE}")
@@ -187,8 +193,8 @@ class PlanCommand(TrainSettings):
             threads=set_threads(settings.threads),
             precision=preflight.choose_precision(settings.precision, kind),
         )
-        preflight.check_processes(settings, self.processes, launch="take --processes {}")
-        here = measure_here(settings, self.processes, kind)
+        preflight.check_processes(settings, 1, launch="name a device, and plan for {0} processes (--processes {0})")
+        here = measure_here(settings, kind)
         return settings, Device(sheet=here.sheet, here=here, price_per_hour=self.price_per_hour or None)
 
     def _plan_longnet(self) -> None:
