@@ -42,7 +42,6 @@ ELSEWHERE = {
     ("nn/dynamic.py", "selection"),  # measured by benchmarks.selection alone
     ("parallel/modules.py", "nn"),
     ("parallel/selection.py", "selection"),
-    ("slides/embedding.py", "training/preflight.py"),
     ("slides/settings.py", "training/run_settings.py"),
 }
 """What one file imports, and no figure of the groups without it depends on."""

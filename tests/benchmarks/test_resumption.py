@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -153,7 +154,7 @@ def test_the_plan_has_every_case_in_order_and_how_many_are_left_to_time() -> Non
     console = Console(file=io.StringIO(), width=200)
     kept = {(next(iter(cases)).name, "ours, aten")}
     pattern = tuple(entry for entry in CONTESTANTS if entry.name in ("ours, aten", "published route"))
-    run.print_plan(cases, kept, pattern, run.choose_device("cpu"), 7.0, console)
+    run.print_plan(cases, kept, pattern, torch.device("cpu"), 7.0, console)
     *lines, limit, _ = console.file.getvalue().splitlines()
     numbers = [1, 2, 1, 1, 1, 1]
     assert [line.split(maxsplit=1)[1] for line in lines] == [

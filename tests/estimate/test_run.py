@@ -59,7 +59,7 @@ def test_a_step_is_all_its_batches_and_one_step_of_the_optimizer() -> None:
     assert three.tokens == 3 * one.tokens == 3 * 2 * 211
     assert three.model_flops == 3 * one.model_flops
     assert three.computed_flops == 3 * one.computed_flops
-    assert three.least_seconds == pytest.approx(3 * one.least_seconds)
+    assert three.seconds.attention == pytest.approx(3 * one.seconds.attention)
     assert three.seconds.products == pytest.approx(3 * one.seconds.products)
     states = three.footprint
     assert three.seconds.optimizer == (2 * states.weights + states.gradients + 2 * states.optimizer) / 4.8e12
@@ -112,8 +112,9 @@ def test_processes_that_share_a_sequence_share_its_operations() -> None:
     assert shared.footprint.activations < 0.6 * alone.footprint.activations
     whole = plan_run(_settings({"num_heads": 2}), 1, sheet)
     assert shared.computed_flops == 2 * whole.computed_flops
-    assert shared.least_seconds == whole.least_seconds / 2
-    assert whole.least_seconds == whole.computed_flops / 312e12
+    for plan, share in ((shared, 0.5), (whole, 1.0)):
+        computing = plan.seconds.products + plan.seconds.attention
+        assert computing == pytest.approx(share * whole.computed_flops / 312e12, rel=1e-12)
     assert whole.model_flops < whole.computed_flops
 
 

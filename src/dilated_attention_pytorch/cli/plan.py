@@ -165,7 +165,7 @@ class PlanCommand(TrainSettings):
     def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
         """This machine's measured rates, and the settings with the precision it computes in."""
         from dilated_attention_pytorch.estimate import Device, measure_here
-        from dilated_attention_pytorch.machine import set_threads
+        from dilated_attention_pytorch.machine import choose_device, set_threads
         from dilated_attention_pytorch.training import preflight
 
         if self.purpose == "generation":
@@ -187,7 +187,7 @@ class PlanCommand(TrainSettings):
         named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
         if named:
             raise RunError(f"{named[0]} is for a device by its name; leave it out with --hardware {_HERE}")
-        kind = preflight.choose_device(settings.device)
+        kind = choose_device(settings.device)
         settings = dataclasses.replace(
             settings,
             threads=set_threads(settings.threads),

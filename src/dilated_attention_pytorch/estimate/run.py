@@ -67,9 +67,6 @@ class RunPlan(MemoryPlan):
     """Operations of the model in a step, over all processes, as model FLOP utilisation counts them."""
     computed_flops: int
     """Operations of a step including recomputation, over all processes."""
-    least_seconds: float
-    """Time of one process's operations at the nominal rate of dense products. No step is faster; real ones reach a
-    part of that rate, and wait for memory, for other processes and for the host."""
     exchanges: tuple[SentBytes, ...]
     """Traffic of the process that sends most."""
     seconds: StepSeconds
@@ -177,7 +174,6 @@ def plan_of_work(
         tokens=tokens,
         model_flops=model_flops,
         computed_flops=int(work.total) * (num_processes // sharing),
-        least_seconds=work.total / sharing / peak,
         exchanges=sent,
         seconds=seconds,
         rates=StepRates(

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError, shortened
-from dilated_attention_pytorch.machine import require, set_threads
+from dilated_attention_pytorch.machine import choose_device, require, set_threads
 from dilated_attention_pytorch.memory import in_bytes, is_out_of_memory
 from dilated_attention_pytorch.training.autocast import autocast
-from dilated_attention_pytorch.training.preflight import choose_device
 
 from .checkpoint import load_slide_encoder
 from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides

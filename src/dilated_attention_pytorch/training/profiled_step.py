@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.memory import check_training_memory
-from dilated_attention_pytorch.machine import set_threads
+from dilated_attention_pytorch.machine import choose_device, set_threads
 from dilated_attention_pytorch.output import check_free_folder, make_output, write_text
 
 from .autocast import autocast
@@ -18,7 +18,7 @@ from .data.corpus import check_same_corpus
 from .data.run_data import read_data, read_tokenizer, verify_tokenizer
 from .data.windows import Window
 from .optimizer import build_optimizer
-from .preflight import check_optimizer, choose_device, choose_precision
+from .preflight import check_optimizer, choose_precision
 from .record import recorded, train_settings
 from .settings import TrainSettings
 from .stages import Stages
