@@ -100,7 +100,8 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
         is_dry=settings.dry_run,
     )
     contestants = find_contestants(settings.contestants, device)
-    print_plan(cases, {row.key for row in outcome.rows}, contestants, device, time_limit, console)
+    sentence = f"{len(cases)} cases; no call starts after {time_limit:.0f} s; --resume continues with what is left\n"
+    console.print(sentence, soft_wrap=True)
     _time_cases(outcome, cases, contestants, Clock(device), budget, console)
     outcome.seconds = before + time.monotonic() - started
     outcome.is_complete = all(row.reason != OUT_OF_TIME for row in outcome.rows)
@@ -143,22 +144,6 @@ def rows_to_keep(file: Path, machine: Mapping[str, Any], settings: BenchSettings
             )
     rows = [Row.from_dict(row) for row in values["rows"] if row["reason"] != OUT_OF_TIME]
     return rows, float(values["seconds"])
-
-
-def print_plan(
-    cases: Mapping[Case, Sequence[str]],
-    kept: set[tuple[str, str]],
-    contestants: Sequence[Contestant],
-    device: torch.device,
-    time_limit: float,
-    console: Console,
-) -> None:
-    """Print the cases in their order, each with the number of contestants that are still to be timed in it."""
-    for number, (case, without) in enumerate(cases.items(), 1):
-        names = [one.name for one in contestants if one.name not in without and one.refusal(case, device) is None]
-        left = sum((case.name, name) not in kept for name in names)
-        console.print(f"{number:3}  {left} to time: {case.name}", soft_wrap=True)
-    console.print(f"no call starts after {time_limit:.0f} s; --resume continues with what is left\n", soft_wrap=True)
 
 
 def _time_cases(

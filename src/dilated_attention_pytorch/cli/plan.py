@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 import tyro
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.estimate.pretrained import PretrainedRun
     from dilated_attention_pytorch.estimate.run import Purpose
 
+_Answer = tuple[str, Any, list[str]]
+"""An answer's name, its JSON value, and lines of text."""
+_Planned: TypeAlias = "tuple[MemoryPlan, Device, dict[str, Any], Iterator[_Answer]]"
+"""A plan, where, the settings as JSON, and the answers."""
 _HERE = "here"
 _OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
 """Settings of a run that a plan of a model of transformers reads; of ``model``, gradient_checkpointing."""
@@ -91,7 +95,9 @@ class PlanCommand(TrainSettings):
             RunError: an unknown device, settings that do not fit the number of processes, or a file that cannot be
                 written.
         """
-        from dilated_attention_pytorch.output import check_new_file
+        from dilated_attention_pytorch.estimate import RunPlan
+        from dilated_attention_pytorch.output import check_new_file, write_text
+        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training import preflight
 
         if self.output is not None:
@@ -99,10 +105,28 @@ class PlanCommand(TrainSettings):
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
-        if self.pretrained is not None:
-            self._plan_pretrained(self.pretrained)
-        else:
-            self._plan_longnet()
+        pretrained = self.pretrained
+        plan, device, settings, answers = (
+            self._plan_longnet() if pretrained is None else self._plan_pretrained(pretrained)
+        )
+        print_plan(plan, device, self.processes)
+        console, values = plain_console(), dict[str, Any]()
+        for name, value, lines in answers:
+            values[name] = value
+            console.print("\n".join(lines), soft_wrap=True)
+        if self.output is not None:
+            written = {
+                "hardware": device.sheet.name,
+                "processes": self.processes,
+                "settings": settings,
+                **dataclasses.asdict(plan),
+                "total_bytes": plan.footprint.total,
+                "fits": plan.fits,
+                "bounded_by": plan.bounded_by if isinstance(plan, RunPlan) else None,
+                "longest_context_length": None,
+                **values,
+            }
+            write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 
     def _check_flags(self) -> None:
         if self.processes < 1:
@@ -197,9 +221,8 @@ class PlanCommand(TrainSettings):
         here = measure_here(settings, kind)
         return settings, Device(sheet=here.sheet, here=here, price_per_hour=self.price_per_hour or None)
 
-    def _plan_longnet(self) -> None:
+    def _plan_longnet(self) -> _Planned:
         from dilated_attention_pytorch.estimate import plan_generation, plan_run
-        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training.data.run_data import read_tokenizer
 
         settings = settings_of(self)
@@ -211,19 +234,12 @@ class PlanCommand(TrainSettings):
         generation = self._generation()
         if generation is not None:
             memory = plan_generation(settings, self.processes, device.sheet, generation)
-            print_plan(memory, device, self.processes)
-            self._write(memory, device, settings.to_dict())
-            return
+            return memory, device, settings.to_dict(), iter(())
         plan = plan_run(settings, self.processes, device, purpose=cast("Purpose", self.purpose))
-        print_plan(plan, device, self.processes)
-        console, values = plain_console(), dict[str, Any]()
-        for name, value, lines in self._answers(settings, device, plan):
-            values[name] = value
-            console.print("\n".join(lines), soft_wrap=True)
-        self._write(plan, device, settings.to_dict(), values)
+        return plan, device, settings.to_dict(), self._answers(settings, device, plan)
 
-    def _answers(self, settings: TrainSettings, device: Device, plan: RunPlan) -> Iterator[tuple[str, Any, list[str]]]:
-        """Answers to the inverse questions that were asked: a name, a JSON value, and lines of text."""
+    def _answers(self, settings: TrainSettings, device: Device, plan: RunPlan) -> Iterator[_Answer]:
+        """Answers to the inverse questions that were asked."""
         from dilated_attention_pytorch import estimate
 
         if self.longest:
@@ -249,7 +265,7 @@ class PlanCommand(TrainSettings):
             lines = [heading, *(f"  {change.describe()}" for change in helping)]
             yield "changes", [change.values() for change in helping], lines
 
-    def _plan_pretrained(self, path: Path) -> None:
+    def _plan_pretrained(self, path: Path) -> _Planned:
         from dilated_attention_pytorch.estimate.pretrained import plan_pretrained, plan_pretrained_generation
 
         if self.hardware.strip().lower() == _HERE:
@@ -265,7 +281,6 @@ class PlanCommand(TrainSettings):
             plan = plan_pretrained(run, device, purpose=cast("Purpose", self.purpose))
         else:
             plan = plan_pretrained_generation(run, device.sheet, generation)
-        print_plan(plan, device, 1)
         settings = {
             "model": str(path),
             "pattern": self.pattern,
@@ -274,7 +289,7 @@ class PlanCommand(TrainSettings):
             "precision": run.precision,
             "optimizer": run.optimizer,
         }
-        self._write(plan, device, settings)
+        return plan, device, settings, iter(())
 
     def _check_pretrained_flags(self) -> None:
         """Raise :class:`RunError` if a flag of a LongNet is given that a plan of another model does not read."""
@@ -319,30 +334,6 @@ class PlanCommand(TrainSettings):
             optimizer="adamw" if self.optimizer == "muon" else self.optimizer,
             gradient_checkpointing=self.model.gradient_checkpointing,
         )
-
-    def _write(
-        self,
-        plan: MemoryPlan,
-        device: Device,
-        settings: dict[str, Any],
-        answers: Mapping[str, Any] | None = None,
-    ) -> None:
-        from dilated_attention_pytorch.estimate import RunPlan
-        from dilated_attention_pytorch.output import write_text
-
-        if self.output is not None:
-            written = {
-                "hardware": device.sheet.name,
-                "processes": self.processes,
-                "settings": settings,
-                **dataclasses.asdict(plan),
-                "total_bytes": plan.footprint.total,
-                "fits": plan.fits,
-                "bounded_by": plan.bounded_by if isinstance(plan, RunPlan) else None,
-                "longest_context_length": None,
-                **(answers or {}),
-            }
-            write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 
 
 def defaults_of_plan(argv: Sequence[str]) -> PlanCommand:

@@ -96,7 +96,4 @@ def _sentences(plan: MemoryPlan) -> Iterator[str]:
     if rates.price_per_million_tokens is not None:
         yield f"{least}{rates.price_per_million_tokens:.3g} for a million tokens, at the price that was given"
     for sent in plan.exchanges:
-        yield (
-            f"{in_bytes(sent.bytes)} of {sent.name} sent by the process that sends most, in about {sent.messages:,} "
-            "messages"
-        )
+        yield f"{in_bytes(sent.bytes)} of {sent.name} sent by the process that sends most"

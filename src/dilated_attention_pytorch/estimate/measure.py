@@ -25,9 +25,10 @@ from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.selection.hardware import Hardware, read_hardware
 from dilated_attention_pytorch.selection.profile import identity, read_record, write_record
-from dilated_attention_pytorch.selection.tuning import call_of, fit_seconds
-from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
+from dilated_attention_pytorch.selection.tuning import call_of, fit_seconds, now
+from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.measures import matrix_product_rate
+from dilated_attention_pytorch.training.profiled_step import new_step
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .batch import attention_of, of_mesh, recomputed_layers, rows_of_batch, with_length
@@ -236,33 +237,16 @@ def step_seconds(settings: TrainSettings, device: str) -> list[float]:
 
     torch.compile and float8 are ignored.
     """
-    from dilated_attention_pytorch.models import LongNetForCausalLM
-    from dilated_attention_pytorch.training.optimizer import build_optimizer
+    tokens = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
+    halves = new_step(settings, {"input_ids": tokens, "labels": tokens}, device)
 
-    model = LongNetForCausalLM.from_longnet_config(settings.model)
-    torch.nn.Module.to(model, device).train()
-    tokens = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64, device=device)
-    optimizer = build_optimizer(model, settings)
-    seconds = []
-    for _ in range(1 + _STEPS):
-        times = [_now(device)]
-        with autocast(settings.precision, device):
-            loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=tokens.numel(), skip_logits=True).loss
-        loss.backward()
-        del loss
-        times.append(_now(device))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(_now(device))
-        seconds.append((times[1] - times[0], times[2] - times[1]))
-    return [statistics.median(column) for column in zip(*seconds[1:], strict=True)]
+    def seconds(half: Callable[[], None]) -> float:
+        start = now(torch.device(device))
+        half()
+        return now(torch.device(device)) - start
 
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    both = [list(map(seconds, halves)) for _ in range(1 + _STEPS)]
+    return [statistics.median(column) for column in zip(*both[1:], strict=True)]
 
 
 @dataclass(slots=True)
