@@ -91,10 +91,11 @@ def here_of(case: dict[str, Any]) -> Here | None:
     if case["processes"] > 1:
         return None
     told = case["here"]
+    sheet = {field.name: told["sheet"][field.name] for field in dataclasses.fields(DataSheet)}
     return Here(
         **{field.name: told[field.name] for field in dataclasses.fields(Here)}
         | {
-            "sheet": DataSheet(**told["sheet"]),
+            "sheet": DataSheet(**sheet),
             "points": tuple(StepPoint(*point) for point in told["points"]),
             "attention": tuple(map(tuple, told["attention"])),
             "attention_forward": tuple(map(tuple, told["attention_forward"])),

@@ -281,8 +281,6 @@ class _Probe:
             processors=self.hardware.processors,
             watts=0.0,
             link="",
-            sources={"flops": f"measured: {self.measured.file.name}"},
-            compared={},
         )
         return Here(
             sheet=sheet,
