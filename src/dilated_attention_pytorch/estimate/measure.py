@@ -67,8 +67,6 @@ class Here:
     """Digest of what the measurements are for: model shape except layers, precision and optimizer."""
     points: tuple[StepPoint, ...]
     """Steps with two numbers of layers, each with two numbers of rows."""
-    product_rate: float
-    """Operations per second of matrix products."""
     attention: tuple[tuple[float, float], ...]
     """Seconds per row and per pair in a training step, for each pattern in the order of ``different_patterns``."""
     attention_forward: tuple[tuple[float, float], ...]
@@ -92,7 +90,7 @@ class Here:
         gradients = _bilinear(self.points, layers, rows, lambda point: point.gradients)
         gradients *= self._nearest(layers, rows)
         host = min(gradients, _bilinear(self.points, layers, 0, lambda point: point.gradients))
-        products = min(step_work(settings).products / batches / self.product_rate, gradients - host)
+        products = min(step_work(settings).products / batches / self.sheet.flops[settings.precision], gradients - host)
         attention = attention_seconds(settings, self.attention, self.attention_forward)
         return StepSeconds(
             products=batches * products,
@@ -287,7 +285,6 @@ class _Probe:
             kind=self.device.type,
             steps=shape_of_steps(self.settings),
             points=tuple(points),
-            product_rate=rate,
             attention=attention,
             attention_forward=forward,
         )
