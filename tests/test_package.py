@@ -42,7 +42,6 @@ ALLOWED = {
     "nn": {*ORDER, "legacy", "precision", "selection", "tracing"},
     "models": {*ORDER, "nn", "parallel", "installation", "legacy", "tracing"},
     "slides": {*ORDER, "errors", "installation", "machine", "memory", "models", "output", "tracing", "training"},
-    "chart_page": set(),
     "errors": set(),
     "data_sheets": set(),
     "folders": set(),
@@ -60,7 +59,6 @@ ALLOWED = {
     "integrations": {*ORDER, "nn", "models", "installation", "precision", "tracing"},
     "training": {
         *ORDER,
-        "chart_page",
         "nn",
         "models",
         "parallel",
@@ -272,7 +270,7 @@ def test_estimates_read_settings_of_runs_and_calls_read_estimates_of_calls_alone
         for file in (PACKAGE / part).glob("*.py"):
             assert modules_imported(file, "estimate") <= {"attention", "parallel", "workload"}, file
     settings = {"autocast", "extension_settings", "measures", "preflight", "pretrained", "run_settings", "settings"}
-    step = {"distribution", "optimizer", "stages"}
+    step = {"profiled_step", "stages"}
     for file in (PACKAGE / "estimate").glob("*.py"):
         assert modules_imported(file, "training") <= settings | step, file
 

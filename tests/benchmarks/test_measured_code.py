@@ -26,7 +26,6 @@ from benchmarks.study import file_of_results, write_results
 from benchmarks import measured_code
 
 OF_NO_FIGURE = {
-    "chart_page.py",
     "errors.py",
     "folders.py",
     "installation.py",
