@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from dilated_attention_pytorch import parallel
 from dilated_attention_pytorch.data_sheets import link_of, sheet_of
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.estimate import Device, measure, measure_here, plan_run
+from dilated_attention_pytorch.estimate import Device, changes_that_help, measure, measure_here, plan_run, solve
 from dilated_attention_pytorch.estimate.exchange import exchanges
 from dilated_attention_pytorch.estimate.flops import step_work
 from dilated_attention_pytorch.estimate.measure import Measurements, attention_seconds
@@ -137,6 +138,19 @@ def test_a_step_is_predicted_from_the_nearest_that_was_measured(
         found.seconds(_settings({"num_layers": 2, "num_kv_heads": 6}))
     with pytest.raises(RunError, match="measured for one process, got 2"):
         plan_run(settings, 2, Device(sheet=found.sheet, here=found))
+
+
+def test_changes_are_measured_for_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _stands_still(monkeypatch)
+    measured = functools.partial(measure_here, is_quiet=True, folder=tmp_path)
+    monkeypatch.setattr(solve, "measure_here", measured)
+    settings = _settings({"gradient_checkpointing": True})
+    here = measured(settings, "cpu")
+    device = Device(sheet=here.sheet, here=here)
+    helping = changes_that_help(settings, 1, device, plan_run(settings, 1, device))
+    assert "without --model.gradient-checkpointing" in [change.words for change in helping]
+    assert {change.processes for change in helping} == {1}
+    assert not any(change.plan.seconds.is_bound for change in helping)
 
 
 def test_what_was_measured_is_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -95,7 +95,6 @@ class PlanCommand(TrainSettings):
             RunError: an unknown device, settings that do not fit the number of processes, or a file that cannot be
                 written.
         """
-        from dilated_attention_pytorch.estimate import RunPlan
         from dilated_attention_pytorch.output import check_new_file, write_text
         from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training import preflight
@@ -105,6 +104,8 @@ class PlanCommand(TrainSettings):
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
+        from dilated_attention_pytorch.estimate import RunPlan
+
         pretrained = self.pretrained
         plan, device, settings, answers = (
             self._plan_longnet() if pretrained is None else self._plan_pretrained(pretrained)
