@@ -6,6 +6,7 @@ from those rows alone, and the expected values use nothing that a contestant com
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shapes import Case, Computes
@@ -68,10 +69,14 @@ def _nan_last(value: float) -> float:
 
 def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: torch.device) -> Tensor:
     """``c[row, t]`` for every key position t, straight from the definition: float64 ``[rows]``."""
-    pattern = DilatedPattern([case.rows], [1]) if computes == "dense" else case.pattern
-    own = pattern.for_heads([kv_head], case.kv_heads)
     query, keys = torch.tensor([row], device=device), torch.arange(case.rows, device=device)
+    own = _pattern_of(case, computes).for_heads([kv_head], case.kv_heads)
     return own.counts(query, keys, 1, is_causal=case.causal)[0, 0].double()
+
+
+@functools.lru_cache(maxsize=4)
+def _pattern_of(case: Case, computes: Computes) -> Pattern:
+    return DilatedPattern([case.rows], [1]) if computes == "dense" else case.pattern
 
 
 def draw_samples(case: Case) -> list[SampledRow]:
