@@ -12,33 +12,30 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.cli.command import COMMANDS
 
+PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 LIST = Path(__file__).with_name("surface.txt")
-ROOMS = (
-    "",
-    "core",
-    "estimate",
-    "integrations",
-    "models",
-    "nn",
-    "ops",
-    "parallel",
-    "patterns",
-    "selection",
-    "slides",
-    "training",
-)
+ROOMS = ("", *sorted({"core", *(file.parent.name for file in PACKAGE.glob("*/__init__.py"))}))
 FLAGS = re.compile(r"^[ │]+(?:-[a-z], )?(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)", flags=re.MULTILINE)
+
+
+def module_of(room: str) -> ModuleType:
+    return importlib.import_module(".".join(filter(None, ("dilated_attention_pytorch", room))))
+
+
+def public_names(room: str) -> list[str]:
+    return sorted(getattr(module_of(room), "__all__", ()))
 
 
 def names() -> Iterator[str]:
     for room in ROOMS:
-        module = importlib.import_module(".".join(filter(None, (dilated_attention_pytorch.__name__, room))))
-        for name in sorted(module.__all__):
+        module = module_of(room)
+        for name in public_names(room):
             found = getattr(module, name)
             is_call = callable(found) and not (isinstance(found, type) and issubclass(found, BaseException))
             parameters = f"({', '.join(inspect.signature(found).parameters)})" if is_call else ""

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from cli import wrong_command_lines
-from cli.wrong_command_lines import OF_TRAINING, ROWS, Row, run_row, table
+from cli.wrong_command_lines import ROWS, Row, run_row
 from cli.wrong_world import make_world
 from dilated_attention_pytorch.benchmarks import run as bench_run
 from dilated_attention_pytorch.cli import main
@@ -54,30 +53,6 @@ def test_a_wrong_command_line_says_what_to_do_and_changes_nothing(
     assert written == ""
     assert _state(world) == before
     assert not any(tmp_path.iterdir())
-
-
-def test_the_table_shows_the_rows_of_the_commands_that_train_with_their_sentences(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = [row.line.partition(" ")[0] for row in ROWS]
-    assert set(OF_TRAINING) <= set(named)
-    assert sum(name in OF_TRAINING for name in named) >= 60
-    rows = [
-        Row("report {}/nothing --output {}/new.html", ""),
-        Row("bench --rows 0 --output {}/new", ""),
-        Row("eval {}/finished --windows 0", ""),
-        Row("train --config {toml} --output {}/new", "", toml="steps = 0"),
-    ]
-    (world / "settings" / rows[-1].file).write_text(rows[-1].toml)
-    monkeypatch.setattr(wrong_command_lines, "TABLE", {"what is wrong": rows, "bench alone": rows[1:2]})
-    assert list(table(world, tmp_path)) == [
-        "\n### What is wrong\n\n| command line | what is wrong besides | what it says |\n|---|---|---|",
-        "| `report WORLD/nothing --output WORLD/new.html` |  | report: WORLD/nothing is not a run folder; name the "
-        "--output of a `train` or `extend` command |",
-        "| `eval WORLD/finished --windows 0` |  | Eval: windows must be at least 1, got 0 |",
-        "| `train --config run.toml --output WORLD/new` | `steps = 0` | --config WORLD/settings/"
-        f"{rows[-1].file}: steps must be at least 1, got 0 |",
-    ]
 
 
 def test_the_folder_that_one_stands_in_is_refused_with_a_name_beside_it(

@@ -1,20 +1,10 @@
-"""One table of wrong command lines, configurations and inputs, each with the sentence that it gets.
-
-    PYTHONPATH=tests python -m cli.wrong_command_lines
-
-runs every row of the commands that train and of those that read what they leave, and prints the table as Markdown, with
-the whole sentences.
-"""
+"""One table of wrong command lines, configurations and inputs, each with the sentence that it gets."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import io
-import re
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -548,47 +538,3 @@ TABLE: dict[str, list[Row]] = {
 }  # fmt: skip
 
 ROWS = [row for rows in TABLE.values() for row in rows]
-OF_TRAINING = ("train", "extend", "eval", "report", "tokenizer", "generate")
-"""The commands that train, and those that read what they leave or make what they take."""
-
-
-def table(world: Path, folder: Path) -> Iterator[str]:
-    """The rows of :data:`OF_TRAINING` as Markdown, each with the sentence that it gets now."""
-    for heading, rows in TABLE.items():
-        rows = [row for row in rows if row.line.partition(" ")[0] in OF_TRAINING]
-        if not rows:
-            continue
-        yield f"\n### {heading.capitalize()}\n\n| command line | what is wrong besides | what it says |\n|---|---|---|"
-        for row in rows:
-            with pytest.MonkeyPatch.context() as patch:
-                code, _, said = run_row(row, world, folder, patch)
-            assert code == 2
-            name = row.machine.__name__.removeprefix("<lambda>")
-            beside = f"`{row.toml}`" if row.toml else name if "=" in name else name.replace("_", " ")
-            line = row.line.replace("{toml}", "run.toml").replace("{}", "WORLD").encode("ascii", "backslashreplace")
-            cells = (f"`{line.decode()}`", beside.replace("\n", "; "), _sentence(said.replace(str(world), "WORLD")))
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _sentence(said: str) -> str:
-    """What a command said, without what stands around it: its name, or the box and the help of the parser."""
-    of_parser = re.sub("[╭╮╰╯─]+|-{5,}", "", said).partition("For full helptext")[0]
-    return said.partition("dilated-attention: ")[2] or of_parser.rpartition("Error parsing ")[2].strip()
-
-
-def main() -> None:
-    """Print the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    from cli.wrong_world import make_world
-
-    count = sum(row.line.partition(" ")[0] in OF_TRAINING for row in ROWS)
-    print(f"{count} wrong command lines, configurations and inputs of {', '.join(OF_TRAINING)}")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "empty")
-        folder.mkdir()
-        for line in table(make_world(Path(place, "WORLD")), folder):
-            print(line)
-
-
-if __name__ == "__main__":
-    main()
