@@ -14,10 +14,17 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import extension, profiled_step
 from dilated_attention_pytorch.training import run as training_run
 
+State = dict[str, tuple[int, int] | str]
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def before(world: Path) -> State:
+    return _state(world)
 
 
 @pytest.fixture
@@ -32,7 +39,7 @@ def _nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiled_step, "profile", forbidden)
 
 
-def _state(folder: Path) -> dict[str, tuple[int, int] | str]:
+def _state(folder: Path) -> State:
     """Size and time of the last change of every file."""
     return {
         str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "folder"
@@ -43,9 +50,8 @@ def _state(folder: Path) -> dict[str, tuple[int, int] | str]:
 @pytest.mark.usefixtures("_nothing_begins")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.line} {row.toml}".strip())
 def test_a_wrong_command_line_says_what_to_do_and_changes_nothing(
-    row: Row, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: Row, world: Path, before: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _state(world)
     code, written, said = run_row(row, world, tmp_path, monkeypatch)
     assert code == 2
     assert row.message.replace("{}", str(world)) in said

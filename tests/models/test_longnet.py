@@ -154,7 +154,7 @@ def test_every_so_manieth_block_is_computed_again_and_the_gradients_stay(make_mo
     assert computed == [5, 3, 5, 3, 5]
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_training_forward_compiles_as_one_graph(make_model: Any, gradient_checkpointing: bool) -> None:
     torch.compiler.reset()
     model = make_model(gradient_checkpointing=gradient_checkpointing, shifted_keys=True).train()

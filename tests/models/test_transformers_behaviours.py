@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 from accelerate import init_empty_weights  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from dilated_attention_pytorch.installation import install_command  # noqa: E402
 from dilated_attention_pytorch.models import LongNetLM  # noqa: E402
 from dilated_attention_pytorch.models.causal_lm import (  # noqa: E402
     LongNetCausalLMConfig,
@@ -230,15 +231,23 @@ def test_the_first_call_of_generate_has_no_cache_yet() -> None:
     assert seen == [True, False, False]
 
 
-def test_register_makes_the_classes_known_to_auto_classes() -> None:
+def test_importing_models_imports_no_transformers_and_register_makes_the_classes_known_to_auto_classes() -> None:
     code = (
+        "import sys, dilated_attention_pytorch.models as models\n"
+        "assert 'transformers' not in sys.modules\n"
+        "sys.modules['transformers'] = None\n"
+        "try: models.LongNetForCausalLM\n"
+        "except ImportError as error: print(error)\n"
+        "del sys.modules['transformers']\n"
         "from dilated_attention_pytorch import register; register()\n"
         "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM\n"
         "config = AutoConfig.for_model('longnet-dilated', embed_dim=16, num_heads=2, num_layers=1)\n"
         "print(type(AutoModel.from_config(config)).__name__, type(AutoModelForCausalLM.from_config(config)).__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["LongNetModel", "LongNetForCausalLM"]
+    missing, classes = done.stdout.splitlines()
+    assert install_command("train") in missing
+    assert classes.split() == ["LongNetModel", "LongNetForCausalLM"]
 
 
 # Configuration
@@ -504,7 +513,7 @@ def test_a_collator_of_packed_rows_trains_on_documents(tmp_path: Path) -> None:
     assert math.isfinite(trainer.evaluate()["eval_loss"])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_exporter_of_transformers_exports_the_model(dynamic: bool) -> None:
     exporter = pytest.importorskip("transformers.exporters.exporter_dynamo")
     model, ids = make_model(), draw(2, 13)

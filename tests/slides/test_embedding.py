@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits, measure_limits
 from dilated_attention_pytorch.slides.store import Store
 from slides.made_slides import CONFIG, SIZE, WIDTH, checkpoint, tiles_of, write_hdf5, write_slides
-from support.processes import environment, run_whole
+from support.processes import fork
 
 NUMBERS = [40, 1, 300, 17]
 
@@ -219,45 +218,26 @@ def test_a_file_of_slide2vec_is_embedded_again_where_a_file_beside_it_changed(
     assert (run().embedded, run().kept) == (1, 1)
 
 
-# The command, stopped by a signal when the fourth file is written and has not its name yet.
-# A shell that starts the tests in the background has them ignore SIGINT: the command must not inherit that.
-STOPPED = """
-import os, signal, sys
-from dilated_attention_pytorch.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)
-replace, left = os.replace, 3
-def replace_some(staged, path):
-    global left
-    if str(path).endswith(".h5"):
-        if not left:
-            os.kill(os.getpid(), int(sys.argv[1]))
-        left -= 1
-    replace(staged, path)
-os.replace = replace_some
-main(sys.argv[2:])
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_command_that_is_killed_leaves_whole_files_and_goes_on_with_the_rest(
     number: signal.Signals, weights: Path, tmp_path: Path
 ) -> None:
     paths = write_slides(tmp_path / "features", NUMBERS * 2)
     out = tmp_path / "out"
-    words = [
-        "embed",
-        str(tmp_path / "features"),
-        "--checkpoint",
-        str(weights),
-        "--output",
-        str(out),
-        "--batch-tiles",
-        "1",
-        "--threads",
-        "1",
-    ]
-    stopped = [sys.executable, "-c", STOPPED, str(int(number)), *words]
-    process = subprocess.run(stopped, capture_output=True, text=True, timeout=600, check=False)
+    words = ["embed", tmp_path / "features", "--checkpoint", weights, "--output", out, "--batch-tiles", 1]
+    replace, files = os.replace, iter(range(4))
+
+    def replace_some(staged: Path, path: Path) -> None:
+        """Stop the command when the fourth file is written and has not its name yet."""
+        if path.suffix == ".h5" and next(files) == 3:
+            os.kill(os.getpid(), number)
+        replace(staged, path)
+
+    def stopped() -> None:
+        os.replace = replace_some
+        main([str(word) for word in words])
+
+    process = fork(stopped).ended()
     said, whole = process.stderr, sorted(out.glob("*.h5"))
     assert [path.name for path in whole] == [path.name for path in paths[:3]]
     left = [f".{paths[3].name}.part"] if number == signal.SIGKILL else []
@@ -800,14 +780,13 @@ def test_a_limit_on_the_size_of_files_ends_it_in_a_sentence_and_what_was_written
     kind: str, weights: Path, tmp_path: Path
 ) -> None:
     write_slides(tmp_path / "features", [3, 4])
-    lines = (
-        "import resource, sys",
-        "from dilated_attention_pytorch.cli import main",
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))",
-        "main(sys.argv[1:])",
-    )
     words = ["embed", tmp_path / "features", "--checkpoint", weights, "--output", tmp_path / "out", "--format", kind]
-    done = run_whole([sys.executable, "-c", "\n".join(lines), *map(str, words)], 300, env=environment())
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+        main([str(word) for word in words])
+
+    done = fork(limited).ended()
     assert done.returncode == 2, done.stderr
     assert "a file would be larger than the limit of this shell (ulimit -f)" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
