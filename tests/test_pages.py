@@ -20,23 +20,20 @@ from support.processes import environment
 PAGES = {str(page.relative_to(DOCS)): page for page in pages.pages()}
 RUN = {name: page for name, page in PAGES.items() if any(b.kind in ("python", "pycon") for b in blocks_of(page))}
 KINDS = {"python", "pycon", "bash", "text", "toml"}
-# Found before pages have a cache folder of their own, where the kernels would be compiled again.
-NO_KERNELS = refusal_to_load()
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the code of a page runs: it writes there, and finds no profile of this machine's."""
+def folder(tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the code of a page runs, and what it writes is."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MPLBACKEND", "agg")
     return tmp_path
 
 
 @pytest.mark.parametrize("name", [name for name in RUN if not pages.needs_ranks(RUN[name])])
 def test_the_code_of_a_page_runs_from_its_first_block_to_its_last(name: str, folder: Path) -> None:
-    if name == "cpu-kernels.md" and NO_KERNELS is not None:
-        pytest.skip(NO_KERNELS)
+    if name == "cpu-kernels.md" and (refusal := refusal_to_load()):
+        pytest.skip(refusal)
     try:
         pages.run(RUN[name])
     finally:

@@ -24,12 +24,8 @@ from dilated_attention_pytorch.selection import (
 )
 from dilated_attention_pytorch.selection.profile import Accuracy, load_profile
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 WORDS = ["tune", "--dtypes", "float32", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def test_a_dry_run_prints_correlations_and_stores_no_profile(
