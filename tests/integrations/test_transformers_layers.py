@@ -356,7 +356,10 @@ def test_code_that_computes_attention_itself_cannot_use_the_mask(what: str, is_p
 
 # Importing inductor scripts functions of PyTorch's own.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("is_padded", "backend"), [(False, "aot_eager"), (True, "aot_eager"), (True, "inductor")])
+@pytest.mark.parametrize(
+    ("is_padded", "backend"),
+    [(False, "aot_eager"), (True, "aot_eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+)
 def test_the_compiler_takes_the_mask_as_eager_does(is_padded: bool, backend: str) -> None:
     """Made within a graph, and handed to one, as generate does with a static cache."""
     attention = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn

@@ -354,10 +354,7 @@ def test_a_name_that_readers_of_parquet_folders_skip_is_skipped(name: str, weigh
 def test_another_tile_encoder_or_magnification_than_is_meant_is_skipped(
     recorded: dict[str, Any], options: dict[str, Any], reason: str | None, weights: Path, tmp_path: Path
 ) -> None:
-    write_hdf5(tmp_path / "features" / "a.h5", *tiles_of(4, 0), patch_size_level0=SIZE, **recorded)
-    outcome = embedder(tmp_path, weights, **options).run()
-    assert outcome.embedded == (reason is None)
-    assert all(reason is not None and reason in said for said in outcome.failed.values())
+    check_refusal(tmp_path, weights, {"patch_size_level0": SIZE, **recorded}, options, reason)
 
 
 @pytest.mark.parametrize(
@@ -389,9 +386,16 @@ def test_another_tile_encoder_or_magnification_than_is_meant_is_skipped(
 def test_a_tile_size_that_the_places_contradict_is_refused_with_both_numbers(
     recorded: dict[str, Any], options: dict[str, Any], reason: str | None, weights: Path, tmp_path: Path
 ) -> None:
+    check_refusal(tmp_path, weights, recorded, options, reason)
+
+
+def check_refusal(
+    folder: Path, weights: Path, recorded: dict[str, Any], options: dict[str, Any], reason: str | None
+) -> None:
+    """A slide of 5 x 5 tiles side by side is refused for this reason, or embedded if there is none."""
     corners = SIZE * torch.tensor([[n // 5, n % 5] for n in range(25)])
-    write_hdf5(tmp_path / "features" / "a.h5", tiles_of(25, 0)[0], corners, **recorded)
-    outcome = embedder(tmp_path, weights, **options).run()
+    write_hdf5(folder / "features" / "a.h5", tiles_of(25, 0)[0], corners, **recorded)
+    outcome = embedder(folder, weights, **options).run()
     assert outcome.embedded == (reason is None)
     assert all(reason is not None and reason in said for said in outcome.failed.values())
 
@@ -759,6 +763,8 @@ def test_what_a_command_left_that_was_killed_while_it_began_is_no_obstacle(weigh
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_embed.json.0123456789abcdef.part").write_text("{")
     assert embedder(tmp_path, weights).run().embedded == 1
+    made_with = json.loads((tmp_path / "out" / "_embed.json").read_text())
+    assert (made_with["checkpoint"], len(made_with["sha256"])) == ("slide_encoder.pth", 64)
 
 
 def test_a_folder_of_before_the_settings_of_tiles_goes_on(weights: Path, tmp_path: Path) -> None:
@@ -808,12 +814,3 @@ def begin_meanwhile(second: Store, made_with: dict[str, Any], monkeypatch: pytes
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", begin_first)
-
-
-def test_the_settings_file_says_how_the_folder_was_made(weights: Path, tmp_path: Path) -> None:
-    write_slides(tmp_path / "features", [4])
-    embedder(tmp_path, weights).run()
-    made_with = json.loads((tmp_path / "out" / "_embed.json").read_text())
-    assert made_with["checkpoint"] == "slide_encoder.pth"
-    assert len(made_with["sha256"]) == 64
-    assert os.listdir(tmp_path / "out").count("_embed.json") == 1
