@@ -11,6 +11,7 @@ from cli.wrong_command_lines import ROWS, Row, run_row
 from cli.wrong_world import make_world
 from dilated_attention_pytorch.benchmarks import run as bench_run
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.output import check_new_file, write_text
 from dilated_attention_pytorch.training import extension, profiled_step
 from dilated_attention_pytorch.training import run as training_run
 
@@ -77,3 +78,12 @@ def test_the_folder_that_one_stands_in_is_refused_with_a_name_beside_it(
         said = " ".join(capsys.readouterr().err.split())
         assert "--output . exists and is not empty; nothing in it was changed." in said
         assert f"for example --output {world}/taken-2" in said
+
+
+@pytest.mark.parametrize("left", ["new.json.part", ".new.json.part"])
+def test_what_a_killed_command_left_is_no_obstacle(left: str, tmp_path: Path) -> None:
+    (tmp_path / left).write_text("{")
+    check_new_file(tmp_path / "new.json")
+    write_text(tmp_path / "new.json", "{}")
+    assert (tmp_path / "new.json").read_text() == "{}"
+    assert not (tmp_path / ".new.json.part").exists()

@@ -362,6 +362,8 @@ TABLE: dict[str, list[Row]] = {
         Row("bench --shapes three --num-groups 4 --output {}/new", "the shape three has 3 dilation groups; name at most 3"),
         Row("bench --device cuda --output {}/new", "PyTorch finds no CUDA device here; use --device cpu", machine.take_cuda_away),
         Row("bench --output {}/file", "file is a file, not a folder; name a free folder"),
+        Row("extend --model {}/short --length 64 --data {}/texts --output {}/file", "file is a file, not a folder"),
+        Row("profile {}/finished --output {}/file", "file is a file, not a folder; name a free folder"),
         Row("bench --output {}/file/new", "file is a file; name a folder below a folder"),
         Row("bench --output {}/new", "is read-only for this user; change its permissions", machine.refuse_writing),
         Row("bench --output {}/new", "cannot be made (Read-only file system); name a folder on a disk", machine.refuse_making),

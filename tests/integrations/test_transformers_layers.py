@@ -489,9 +489,3 @@ def test_models_without_a_pattern_are_left_alone() -> None:
         model = tiny("llama", "sdpa")
     assert not model._forward_pre_hooks
     assert "attn_implementation" not in model.config.to_dict()
-
-
-def test_the_text_part_alone_may_be_dilated() -> None:
-    model = set_pattern(llava("sdpa"), DilatedPattern([64], [1]))
-    assert model.config._attn_implementation == "sdpa"
-    assert model.config.text_config._attn_implementation == "dilated"

@@ -521,9 +521,3 @@ def test_the_exporter_of_transformers_exports_the_model(dynamic: bool) -> None:
     settings = transformers.exporters.configs.DynamoConfig(dynamic=dynamic)
     program = exporter.DynamoExporter().export(model, {"input_ids": ids}, settings).program
     close(program.module()(input_ids=ids).logits, expected)
-
-
-def test_a_program_exported_without_a_mask_is_the_model() -> None:
-    model, ids = make_model(), draw(2, 13)
-    program = torch.export.export(model, (ids,))
-    close(program.module()(ids).logits, model(ids).logits)

@@ -653,7 +653,7 @@ def test_a_folder_holds_embeddings_of_one_kind(change: dict[str, Any], weights: 
 
 
 def test_what_cannot_begin_says_why_and_writes_nothing(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_slides(tmp_path / "features", [4])
     full, broken = tmp_path / "full", tmp_path / "broken"
@@ -671,8 +671,6 @@ def test_what_cannot_begin_says_why_and_writes_nothing(
 
     base = ("--checkpoint", weights, "--output", tmp_path / "out")
     features = tmp_path / "features"
-    assert "nothing does not exist; pass files" in refusal(tmp_path / "nothing", *base)
-    assert "at least one file or folder, got none" in refusal(*base)
     assert "full exists and is not empty" in refusal(features, "--checkpoint", weights, "--output", full)
     assert "is not empty" in refusal(features, "--checkpoint", weights, "--output", features)
     assert "_embed.json is damaged" in refusal(features, "--checkpoint", weights, "--output", broken)
@@ -681,15 +679,7 @@ def test_what_cannot_begin_says_why_and_writes_nothing(
     assert f"--checkpoint {wrong} cannot be read as weights" in refusal(features, *base[2:], "--checkpoint", wrong)
     assert "num_heads must divide embed_dim, got 7" in refusal(features, *base, "--num-heads", 7)
     assert "begins with 'x.'" in refusal(features, *base, "--prefix", "x.")
-    assert "memory must be above 0, got 0.0" in refusal(features, *base, "--memory", 0)
     assert "tile_size must be at least 1, got 0" in refusal(features, *base, "--tile-size", 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "PyTorch finds no CUDA device here" in refusal(features, *base, "--device", "cuda")
-    find = module.require.__globals__["importlib"].util.find_spec
-    monkeypatch.setattr(
-        module.require.__globals__["importlib"].util, "find_spec", lambda name: None if name == "h5py" else find(name)
-    )
-    assert "embedding slides needs h5py, not installed here: pip install" in refusal(features, *base)
 
 
 def test_what_a_tile_takes_is_measured_and_bounds_a_batch(
