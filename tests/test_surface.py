@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import dilated_attention_pytorch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.cli.command import COMMANDS
@@ -44,19 +46,28 @@ def names() -> Iterator[str]:
 
 def help_of(*words: str) -> str:
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as left:
         main([*words, "--help"])
+    assert left.value.code == 0
     return printed.getvalue()
 
 
 def flags() -> Iterator[str]:
     for command in COMMANDS:
+        explained = help_of(command)
+        assert f"usage: dilated-attention {command}" in explained
         yield command
-        yield from (f"{command} {flag}" for flag in sorted(set(FLAGS.findall(help_of(command)))))
+        yield from (f"{command} {flag}" for flag in sorted(set(FLAGS.findall(explained))))
 
 
 def surface() -> list[str]:
     return [*names(), *flags()]
+
+
+def test_help_names_the_commands() -> None:
+    explained = help_of()
+    assert "usage: dilated-attention" in explained
+    assert all(command in explained for command in COMMANDS)
 
 
 def test_public_names_parameters_and_flags_are_those_of_the_list() -> None:

@@ -182,16 +182,6 @@ def test_info_lists_the_extras_of_the_package() -> None:
         assert [word for word in wanted if "[" not in word] == list(brought)
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["train"], ["extend"], ["generate"], ["eval"], ["report"], ["bench"], ["profile"], ["info"]]
-)
-def test_help_explains_and_ends_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([*words, "--help"])
-    assert left.value.code == 0
-    assert "usage: dilated-attention" in capsys.readouterr().out
-
-
 def test_help_of_a_preset_shows_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--preset", "gpu", "--help"])

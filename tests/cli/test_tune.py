@@ -132,12 +132,3 @@ def test_wrong_words_get_a_sentence_and_code_2(
     assert left.value.code == 2
     said = capsys.readouterr()
     assert message in said.out + said.err
-
-
-def test_help_teaches_and_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["tune", "--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
-    for words in ("usage: dilated-attention tune", "Running the same command again", "--seconds"):
-        assert words in " ".join(said.split())

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from accelerate import init_empty_weights  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from dilated_attention_pytorch.installation import install_command  # noqa: E402
@@ -155,18 +154,6 @@ def test_a_larger_vocabulary_keeps_rows_and_tie(tied: bool) -> None:
     for name, weight in model.state_dict().items():
         assert torch.equal(weight[:29] if weight.shape[0] == 31 else weight, before[name]), name
     assert model(draw(2, 13)).logits.shape == (2, 13, 31)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_from_meta_is_the_model(tied: bool) -> None:
-    model, ids = make_model(tie_embeddings=tied), draw(2, 13)
-    with init_empty_weights():
-        empty = LongNetForCausalLM(model.config).eval()
-    assert all(weight.is_meta for weight in empty.parameters())
-    empty.load_state_dict(model.state_dict(), assign=True)
-    empty.tie_weights()  # as for any model of transformers: init_empty_weights gives every module its own parameter
-    assert torch.equal(empty(ids).logits, model(ids).logits)
-    assert (empty.model.head.weight is empty.model.embedding.weight) is tied
 
 
 def test_saving_in_parts_and_a_copy_change_no_bit(tmp_path: Path) -> None:
@@ -479,15 +466,6 @@ def test_switching_checkpoints_leaves_the_blocks_of_the_configuration() -> None:
     assert model.model.config.checkpoint_every == 2
     model.gradient_checkpointing_disable()
     assert model.model.config.checkpoint_every == 2
-
-
-def test_hooks_of_every_submodule_with_weights_fire() -> None:
-    model = make_model(tie_embeddings=False)
-    silent = {name for name, module in model.named_modules() if name}
-    for name, module in model.named_modules():
-        module.register_forward_hook(lambda *args, name=name: silent.discard(name))
-    model(draw(2, 13))
-    assert silent <= {"model.blocks"} | {name for name in silent if name.endswith("attention.attention")}
 
 
 def test_a_collator_of_packed_rows_trains_on_documents(tmp_path: Path) -> None:
