@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,14 @@ from dilated_attention_pytorch.output import check_new_file, write_text
 from dilated_attention_pytorch.training import extension, profiled_step
 from dilated_attention_pytorch.training import run as training_run
 
-State = dict[str, tuple[int, int] | str]
-
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def before(world: Path) -> State:
-    return _state(world)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the command lines are about, in which none of them may change anything."""
+    made = make_world(tmp_path_factory.mktemp("world"))
+    before = _state(made)
+    yield made
+    assert _state(made) == before
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def _nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiled_step, "profile", forbidden)
 
 
-def _state(folder: Path) -> State:
+def _state(folder: Path) -> dict[str, tuple[int, int] | str]:
     """Size and time of the last change of every file."""
     return {
         str(path): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else "folder"
@@ -51,14 +49,13 @@ def _state(folder: Path) -> State:
 @pytest.mark.usefixtures("_nothing_begins")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.line} {row.toml}".strip())
 def test_a_wrong_command_line_says_what_to_do_and_changes_nothing(
-    row: Row, world: Path, before: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: Row, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, written, said = run_row(row, world, tmp_path, monkeypatch)
     assert code == 2
     assert row.message.replace("{}", str(world)) in said
     assert "Traceback" not in said
     assert written == ""
-    assert _state(world) == before
     assert not any(tmp_path.iterdir())
 
 
