@@ -118,8 +118,8 @@ def test_padding_between_real_tokens_is_as_if_it_were_not_there(name: str) -> No
     mask = torch.ones_like(tokens)
     mask[0, 5:9] = mask[1, 3] = mask[1, 7:9] = mask[2, 15:] = 0
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for call in (model, compiled):
+    compiled = [torch.compile(model, fullgraph=True, backend="aot_eager")] if name == "llama" else []
+    for call in (model, *compiled):
         out = call(tokens, attention_mask=mask, position_ids=positions).logits
         for row, real in enumerate(mask.bool()):
             close(out[row, real], model(tokens[row : row + 1, real]).logits[0])
