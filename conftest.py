@@ -52,20 +52,27 @@ def _seeded_and_on_one_thread() -> None:
     torch.set_num_threads(1)  # a test before may have taken more
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _no_profile_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Rates that the user measured would choose other segments than those that tests and examples expect.
-
-    The compiled kernels of this machine are the user's: made if they are not there, as `make test` does.
-    """
-    cache = tmp_path_factory.getbasetemp() / "cache"
+def _new_cache(cache: Path) -> str:
+    """A cache folder with the compiled kernels of this machine alone: made if they are not there."""
     with contextlib.suppress(BuildError):
         path = library_path()
         (cache / "dilated-attention-pytorch").mkdir(parents=True)
         (cache / "dilated-attention-pytorch" / path.parent.name).symlink_to(path.parent)
+    return str(cache)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_profile_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Rates that the user measured would choose other segments than those that tests and examples expect."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("XDG_CACHE_HOME", _new_cache(tmp_path_factory.getbasetemp() / "cache"))
         yield
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test writes into the cache folder, such as a profile, is there in this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", _new_cache(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ from dilated_attention_pytorch.benchmarks.contestants import Contestant, find_co
 from dilated_attention_pytorch.benchmarks.exactness import draw_samples, judge, sampled_gradient
 from dilated_attention_pytorch.benchmarks.measure import errors_of_contestants, in_a_line, is_alive
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.benchmarks.run import choose_device
 from dilated_attention_pytorch.benchmarks.shapes import Case, DtypeName
+from dilated_attention_pytorch.machine import choose_device
 
 from .measured_code import code, read_all
 
@@ -147,7 +147,7 @@ def main() -> None:
     words = parser.parse_args()
     read_all()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires this for deterministic algorithms
-    device = choose_device(words.device)
+    device = torch.device(choose_device(words.device))
     records = gate(words.contestants, words.calls, words.dtypes, words.most_rows, device)
     found = {"machine": origin(module_command()), "device": str(device), "records": records, "code": code("triton")}
     write_json(words.output, found)

@@ -6,8 +6,8 @@ A case is a LongNet, an optimizer, a precision, recomputation or not, and one pr
 text, weights or sequences. The peak memory of a process is planned (`estimate.plan_run`). Then a separate program
 takes three steps and reads its peak memory from Linux, above the level after two steps of the model's first layer
 alone, which load the libraries and compile their products. glibc is set to return large blocks when they are freed,
-which takes time: seconds are therefore measured by a second program without that. They are compared with the prediction
-from measurements of this machine (`estimate.measure_here`), taken by a separate program just before.
+which takes time: seconds are therefore measured by a second program without that. Those of one process are compared
+with the prediction from measurements of this machine (`estimate.measure_here`), taken by another program just before.
 
 Bytes sent by the processes are counted in the first step, as the sum over rows and operands of collectives, and
 compared with the planned bytes.
@@ -35,7 +35,7 @@ from typing import Any
 
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.data_sheets import DataSheet
-from dilated_attention_pytorch.estimate import Device, Generation, Here, generation_footprint, plan_run
+from dilated_attention_pytorch.estimate import Device, Generation, Here, footprint, generation_footprint, plan_run
 from dilated_attention_pytorch.estimate.exchange import exchanges
 from dilated_attention_pytorch.estimate.generation import cache_bytes
 from dilated_attention_pytorch.estimate.measure import StepPoint
@@ -86,16 +86,19 @@ def measured(
     return found
 
 
-def here_of(told: dict[str, Any]) -> Here:
-    """The machine's measurements stored with a case."""
+def here_of(case: dict[str, Any]) -> Here | None:
+    """The machine's measurements stored with a case of one process."""
+    if case["processes"] > 1:
+        return None
+    told = case["here"]
+    sheet = {field.name: told["sheet"][field.name] for field in dataclasses.fields(DataSheet)}
     return Here(
-        **told
+        **{field.name: told[field.name] for field in dataclasses.fields(Here)}
         | {
-            "sheet": DataSheet(**told["sheet"]),
+            "sheet": DataSheet(**sheet),
             "points": tuple(StepPoint(*point) for point in told["points"]),
             "attention": tuple(map(tuple, told["attention"])),
             "attention_forward": tuple(map(tuple, told["attention_forward"])),
-            "exchange": tuple(told["exchange"]),
         }
     )
 
@@ -104,21 +107,27 @@ _SENT_NAMES = {"rows": "rows", "weights and gradients": "collectives"}
 """Kinds of traffic, by the planner's names, with the names in :mod:`.sent_bytes`."""
 
 
-def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here) -> dict[str, Any]:
-    """A measured case with its plan added."""
-    processes = case["processes"]
-    plan = plan_run(settings, processes, Device(sheet=here.sheet, here=here))
-    planned, seconds = plan.footprint, plan.seconds
-    return case | {
+_OF_SECONDS = ("here", "planned_seconds", "seconds_ratio")
+
+
+def planned_case(case: dict[str, Any], settings: TrainSettings, here: Here | None) -> dict[str, Any]:
+    """A measured case with its plan added; seconds where the machine was measured."""
+    planned = footprint(settings, case["processes"])
+    seconds: dict[str, Any] = {}
+    if here is not None:
+        of_step = plan_run(settings, 1, Device(sheet=here.sheet, here=here)).seconds
+        values = (dataclasses.asdict(here), dataclasses.asdict(of_step), of_step.total / case["seconds"])
+        seconds = dict(zip(_OF_SECONDS, values, strict=True))
+    return {name: value for name, value in case.items() if name not in _OF_SECONDS} | {
         "planned_bytes": planned.total,
         "planned": dataclasses.asdict(planned),
         "ratio": planned.total / case["measured_bytes"],
         "planned_sent_bytes": {
-            _SENT_NAMES[one.name]: one.bytes for one in exchanges(settings, processes) if one.name in _SENT_NAMES
+            _SENT_NAMES[one.name]: one.bytes
+            for one in exchanges(settings, case["processes"])
+            if one.name in _SENT_NAMES
         },
-        "here": dataclasses.asdict(here),
-        "planned_seconds": dataclasses.asdict(seconds),
-        "seconds_ratio": seconds.total / case["seconds"],
+        **seconds,
     }
 
 
@@ -133,8 +142,10 @@ def run(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
     settings, processes = draw(number)
     settings = shrunk(settings) if is_tiny else settings
     told = settings.to_dict() | {"data": []}
-    measured(told, processes, PLAIN, number, folder)
-    here = machine(settings, processes, folder, is_kept=True)
+    here = None
+    if processes == 1:
+        measured(told, processes, PLAIN, number, folder)
+        here = machine(settings, folder, is_kept=True)
     memory, times = (measured(told, processes, environment, number) for environment in (BOUNDED, PLAIN))
     case = {
         "case": number,
@@ -150,7 +161,7 @@ def run(number: int, folder: Path, *, is_tiny: bool) -> dict[str, Any]:
 
 def replanned(kept: dict[str, Any]) -> dict[str, Any]:
     """The file's contents with every case planned again, without measuring."""
-    cases = [planned_case(case, settings_of(case), here_of(case["here"])) for case in kept["cases"]]
+    cases = [planned_case(case, settings_of(case), here_of(case)) for case in kept["cases"]]
     decoding = [
         planned_decoding(case, settings_of(case), Generation(**case["generation"])) for case in kept["decoding"]
     ]
@@ -208,7 +219,7 @@ def summaries(kept: dict[str, Any]) -> dict[str, dict[str, float]]:
     cases, decoding = kept["cases"], kept["decoding"]
     found = {
         "memory of steps": ([case["ratio"] for case in cases], WITHIN),
-        "seconds of steps": ([case["seconds_ratio"] for case in cases], WITHIN_SECONDS),
+        "seconds of steps": ([case["seconds_ratio"] for case in cases if "here" in case], WITHIN_SECONDS),
         "memory of decoding": ([case["ratio"] for case in decoding], WITHIN),
         "bytes of the cache": ([case["planned_cache_bytes"] / case["cache_bytes"] for case in decoding], 0.0),
     }
@@ -256,7 +267,7 @@ def main() -> None:
                 print(
                     f"case {number:3}: {case['processes']} x {told['optimizer']:10} {told['precision']:8} planned "
                     f"{case['planned_bytes'] / 1e6:6.1f} MB, measured {case['measured_bytes'] / 1e6:6.1f} MB, ratio "
-                    f"{case['ratio']:.3f}; of seconds {case['seconds_ratio']:.2f}",
+                    f"{case['ratio']:.3f}" + (f"; of seconds {case['seconds_ratio']:.2f}" if "here" in case else ""),
                     flush=True,
                 )
                 write_results(arguments.output, "planner", kept | {"summary": summaries(kept)})

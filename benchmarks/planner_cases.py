@@ -3,8 +3,8 @@
     python -m benchmarks.planner_cases SETTINGS
 
 SETTINGS is JSON: the settings of the case, including the lengths for a generation case, and the number of processes; or
-the same with a folder, into which measurements of this machine for the case are written, in a process as new as that of
-the case.
+the same with a folder, into which measurements of this machine for a case of one process are written, in a process as
+new as that of the case.
 """
 
 from __future__ import annotations
@@ -207,11 +207,11 @@ def generate_texts(settings: TrainSettings, generation: Generation) -> None:
     print("measured " + json.dumps([found]), flush=True)
 
 
-def machine(settings: TrainSettings, processes: int, folder: Path, *, is_kept: bool) -> Here:
-    """Measurements of this machine for a case.
+def machine(settings: TrainSettings, folder: Path, *, is_kept: bool) -> Here:
+    """Measurements of this machine for a case of one process.
 
     Args:
-        settings, processes: the case.
+        settings: the case.
         folder: folder of the measurements.
         is_kept: whether all of them exist, so that nothing is measured.
     """
@@ -219,7 +219,7 @@ def machine(settings: TrainSettings, processes: int, folder: Path, *, is_kept: b
 
     torch.set_num_threads(1)
     seconds = 0.0 if is_kept else math.inf
-    return measure_here(settings, processes, "cpu", is_quiet=True, folder=folder, seconds=seconds)
+    return measure_here(settings, "cpu", is_quiet=True, folder=folder, seconds=seconds)
 
 
 def main() -> None:
@@ -230,7 +230,7 @@ def main() -> None:
     lengths = told.pop("generation", None)
     settings = TrainSettings.from_dict(told)
     if folder:
-        machine(settings, processes, Path(folder[0]), is_kept=False)
+        machine(settings, Path(folder[0]), is_kept=False)
         print("measured []")
     elif lengths is None:
         take_steps(settings, processes)

@@ -179,7 +179,7 @@ def planner(values: Values) -> str:
     """Planned over measured memory and seconds of training steps and of decoding."""
     ratios_of = {
         ("peak memory of a step", 0.1): [case["ratio"] for case in values["cases"]],
-        ("seconds of a step", 0.2): [case["seconds_ratio"] for case in values["cases"]],
+        ("seconds of a step", 0.2): [case["seconds_ratio"] for case in values["cases"] if "here" in case],
         ("peak memory of decoding", 0.1): [case["ratio"] for case in values["decoding"]],
         ("bytes of the cache", 0.0): [case["planned_cache_bytes"] / case["cache_bytes"] for case in values["decoding"]],
     }

@@ -8,6 +8,7 @@ from dilated_attention_pytorch import data_sheets
 from dilated_attention_pytorch.selection.hardware import Hardware
 
 DEVICES = data_sheets.device_names()
+TABLES = data_sheets._tables()
 PLAUSIBLE = {
     "memory_bytes": (8e9, 300e9),
     "bytes_per_second": (0.3e12, 10e12),
@@ -19,8 +20,12 @@ PLAUSIBLE = {
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_figure_of_a_device_has_a_source_and_a_plausible_magnitude(name: str) -> None:
     sheet = data_sheets.sheet_of(name)
-    assert set(sheet.sources) == {*PLAUSIBLE, "flops", "link"}
-    assert all("https://" in source for source in sheet.sources.values())
+    table = TABLES["device"][name]
+    assert table.keys() >= {*PLAUSIBLE, "flops", "link", "source"}
+    assert all("https://" in TABLES["source"][one] for one in (table["source"], *table.get("source_of", {}).values()))
+    compared = table.get("compared", {})
+    assert all(TABLES["page"][page].startswith("https://") for page in compared)
+    assert {figure for figures in compared.values() for figure in figures} <= {*PLAUSIBLE, "flops", "link"}
     for field, (least, most) in PLAUSIBLE.items():
         assert least <= getattr(sheet, field) <= most, field
     rates = sheet.flops
@@ -37,26 +42,15 @@ def test_every_figure_of_a_device_has_a_source_and_a_plausible_magnitude(name: s
 def test_every_link_has_a_source_and_a_plausible_rate(name: str) -> None:
     link = data_sheets.link_of(name)
     assert 1e9 <= link.bytes_per_second <= 1e12
-    assert len(link.source) > 20
-
-
-def test_figures_that_were_compared_name_the_page_and_the_others_none() -> None:
-    sheets = [data_sheets.sheet_of(name) for name in data_sheets.device_names()]
-    for sheet in sheets:
-        assert set(sheet.compared) <= set(sheet.sources)
-        assert all(page.startswith("https://") for page in sheet.compared.values())
-    assert not data_sheets.sheet_of("GTX 1080").compared
-    assert data_sheets.sheet_of("A100 80 GB").compared["flops"].endswith("/A100")
-    assert data_sheets.link_of("NVLink 4").compared
-    assert not data_sheets.link_of("Ethernet 800").compared
+    table = TABLES["link"][name]
+    assert len(TABLES["source"][table["source"]]) > 20
+    assert "compared" not in table or table["compared"] in TABLES["page"]
 
 
 def test_a_thread_computes_by_the_width_of_its_vectors() -> None:
     rates = [data_sheets.thread_sheet(bits).flops["float32"] for bits in (128, 256, 512)]
     assert rates == [25e9, 50e9, 100e9]
-    assert all(
-        data_sheets.thread_sheet(bits).sources.keys() == {"bytes_per_second", "flops"} for bits in (128, 256, 512)
-    )
+    assert all(table["source"] in TABLES["source"] for table in TABLES["thread"].values())
 
 
 def test_selection_reads_the_same_figures() -> None:

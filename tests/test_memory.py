@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import torch
 from dilated_attention_pytorch import memory
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import MOST_THREADS, set_threads
-from dilated_attention_pytorch.memory import check_memory
+from dilated_attention_pytorch.memory import check_memory, free_memory
+from support.processes import fork
 
 
 def test_more_than_is_free_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,13 +29,13 @@ def test_more_than_is_free_is_refused_with_both_figures(monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is free")
 def test_the_limit_of_addresses_of_the_process_is_a_limit() -> None:
-    code = (
-        "import resource\nfrom dilated_attention_pytorch.memory import free_memory\nbefore = free_memory('cpu')\n"
-        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (taken + (100 << 20),) * 2)\nprint(before, free_memory('cpu'))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    before, after = map(int, run.stdout.split())
+    def limited() -> None:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = free_memory("cpu")
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (100 << 20),) * 2)
+        print(before, free_memory("cpu"))
+
+    before, after = map(int, fork(limited).ended().stdout.split())
     assert after <= 100 << 20 < before
 
 

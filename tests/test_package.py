@@ -10,13 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.installation import install_command
+from test_surface import ROOMS, module_of, public_names
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,6 @@ ALLOWED = {
     "nn": {*ORDER, "legacy", "precision", "selection", "tracing"},
     "models": {*ORDER, "nn", "parallel", "installation", "legacy", "tracing"},
     "slides": {*ORDER, "errors", "installation", "machine", "memory", "models", "output", "tracing", "training"},
-    "chart_page": set(),
     "errors": set(),
     "data_sheets": set(),
     "folders": set(),
@@ -60,7 +59,6 @@ ALLOWED = {
     "integrations": {*ORDER, "nn", "models", "installation", "precision", "tracing"},
     "training": {
         *ORDER,
-        "chart_page",
         "nn",
         "models",
         "parallel",
@@ -96,7 +94,6 @@ ALLOWED = {
     },
     "estimate": {
         *ORDER,
-        "chart_page",
         "data_sheets",
         "errors",
         "folders",
@@ -129,93 +126,26 @@ ALLOWED = {
     },
     "__main__": {"cli"},
 }
-PUBLIC = {
-    "": {
-        "AttentionOutput", "DilatedPattern", "LongNetCache", "LongNetConfig", "LongNetLM", "MultiheadDilatedAttention",
-        "MultiheadPatternAttention", "Pattern", "adopt", "attend", "attend_with_lse", "dilated_attention",
-        "extend_context", "from_block_mask", "generate", "global_tokens", "hierarchical", "local_window", "merge",
-        "per_head", "random_blocks", "register", "replace_attention", "strided_blocks",
-    },
-    "benchmarks": set(),
-    "cli": {"main"},
-    "core": {
-        "create_adaptive_sparse_attention", "create_block_sparse_attention", "create_dilated_attention",
-        "create_multihead_dilated_attention", "create_ring_attention",
-    },
-    "estimate": {
-        "Change", "Device", "Footprint", "Generation", "Here", "LargestModel", "MemoryPlan", "Mesh", "RunPlan",
-        "changes_that_help", "evaluation_footprint", "fewest_processes", "footprint", "generation_footprint",
-        "largest_model", "longest_context", "measure_here", "meshes", "plan_generation", "plan_run",
-    },
-    "integrations": {
-        "AdoptedDilatedAttention", "BoundedCache", "LeftLayer", "MultiheadReplacement", "QkvReplacement",
-        "ReplacedLayer", "ReplacementReport", "adopt", "extend_context", "register", "replace_attention",
-        "set_pattern",
-    },
-    "kernels": set(),
-    "legacy": set(),
-    "models": {
-        "LongNetCache", "LongNetConfig", "LongNetEncoder", "LongNetEncoderDecoder", "LongNetLM", "generate",
-        "generate_naive",
-    },
-    "nn": {
-        "AdaptiveBlockAttention", "DilatedAttention", "DynamicDilatedAttention", "DynamicMultiheadDilatedAttention",
-        "MultiheadDilatedAttention", "MultiheadPatternAttention", "PatternAttention",
-    },
-    "ops": {
-        "AttentionOutput", "attend", "attend_blocks", "attend_with_lse", "dilated_attention", "implementation", "merge",
-    },
-    "parallel": {
-        "DistributedDilatedAttention", "Estimate", "HeadParallelDilatedAttention", "HybridRingDilatedAttention",
-        "Machine", "ParallelDilatedAttention", "ParallelPlan", "RankFailure", "RankShare", "RingDilatedAttention",
-        "RingMultiheadDilatedAttention", "Traffic", "agreed_selector", "attend", "attend_with_lse",
-        "count_traffic", "naming_ranks", "plan_parallel", "positions", "shard", "shard_labels", "unshard",
-    },
-    "patterns": {
-        "DilatedPattern", "Pattern", "PatternSum", "Reach", "SegmentedPattern", "from_block_mask", "global_tokens",
-        "hierarchical", "local_window", "pattern_from_expression", "pattern_from_spec", "per_head", "random_blocks",
-        "strided_blocks",
-    },
-    "plan": set(),
-    "selection": {
-        "Choice", "DynamicSegmentSelector", "Estimate", "Hardware", "Profile", "Rates", "SegmentSelectionConfig",
-        "Workload", "find_breaks", "read_hardware", "snap_boundaries",
-    },
-    "slides": {
-        "EmbedSettings", "Embedder", "Outcome", "Slide", "SlideEmbeddings", "SlideEncoder", "SlideEncoderConfig",
-        "load_slide_encoder", "pack_slides", "read_slide", "released_segment_lengths", "tile_grid",
-    },
-    "training": {
-        "ExtensionOutcome", "ExtensionSettings", "Outcome", "PRESETS", "RunError", "TrainSettings", "extend", "resume",
-        "resume_extension", "train",
-    },
-}  # fmt: skip
 NEED_TRANSFORMERS = {"": {"LongNetForCausalLM"}, "models": {"LongNetCausalLMConfig", "LongNetForCausalLM"}}
 
 
-def module_of(part: str) -> ModuleType:
-    return importlib.import_module(".".join(filter(None, ("dilated_attention_pytorch", part))))
+# surface.txt lists them.
+PUBLIC = {room: public_names(room) for room in ROOMS}
 
 
-@pytest.mark.parametrize("part", PUBLIC)
-def test_the_public_names_are_these(part: str) -> None:
-    module, needing = module_of(part), NEED_TRANSFORMERS.get(part, set())
-    names = list(getattr(module, "__all__", ()))
-    assert len(names) == len(set(names))
-    assert set(names) == PUBLIC[part]
-    assert all(getattr(module, name).__doc__ for name in (PUBLIC[part] | needing) - {"PRESETS"})
+def test_public_names_stand_once_and_have_docstrings() -> None:
+    for room, names in PUBLIC.items():
+        assert len(set(names)) == len(names)
+        documented = {*names, *NEED_TRANSFORMERS.get(room, ())} - {"PRESETS"}
+        assert all(getattr(module_of(room), name).__doc__ for name in documented)
 
 
 def test_the_top_level_has_25_names_at_most() -> None:
-    assert len(PUBLIC[""] | NEED_TRANSFORMERS[""]) <= 25
-
-
-def test_every_subpackage_says_which_names_are_public() -> None:
-    assert set(PUBLIC) - {"", "core"} == {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    assert len(PUBLIC[""]) + len(NEED_TRANSFORMERS[""]) <= 25
 
 
 def test_the_top_level_has_the_makers_by_name_and_no_warning() -> None:
-    assert set(dir(dilated_attention_pytorch)) >= PUBLIC[""] | NEED_TRANSFORMERS[""] | PUBLIC["core"]
+    assert set(dir(dilated_attention_pytorch)) >= {*PUBLIC[""], *NEED_TRANSFORMERS[""], *PUBLIC["core"]}
     for name in PUBLIC["core"]:
         assert getattr(dilated_attention_pytorch, name) is getattr(dilated_attention_pytorch.core, name)
 
@@ -223,7 +153,7 @@ def test_the_top_level_has_the_makers_by_name_and_no_warning() -> None:
 def test_a_name_that_moved_to_its_subpackage_says_so() -> None:
     moved = {
         "integrations": {"set_pattern"},
-        "nn": PUBLIC["nn"] - PUBLIC[""],
+        "nn": {*PUBLIC["nn"]} - {*PUBLIC[""]},
         "patterns": {"PatternSum", "SegmentedPattern"},
         "selection": {"DynamicSegmentSelector", "SegmentSelectionConfig"},
     }
@@ -273,7 +203,7 @@ def test_estimates_read_settings_of_runs_and_calls_read_estimates_of_calls_alone
         for file in (PACKAGE / part).glob("*.py"):
             assert modules_imported(file, "estimate") <= {"attention", "parallel", "workload"}, file
     settings = {"autocast", "extension_settings", "measures", "preflight", "pretrained", "run_settings", "settings"}
-    step = {"distribution", "optimizer", "stages"}
+    step = {"profiled_step", "stages"}
     for file in (PACKAGE / "estimate").glob("*.py"):
         assert modules_imported(file, "training") <= settings | step, file
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,25 @@ import pytest
 from dilated_attention_pytorch.kernels.compilation import refusal_to_load
 from support import pages
 from support.pages import DOCS, ROOT, blocks_of
-from support.processes import environment
+from support.processes import fork
 
 PAGES = {str(page.relative_to(DOCS)): page for page in pages.pages()}
 RUN = {name: page for name, page in PAGES.items() if any(b.kind in ("python", "pycon") for b in blocks_of(page))}
 KINDS = {"python", "pycon", "bash", "text", "toml"}
-# Found before pages have a cache folder of their own, where the kernels would be compiled again.
-NO_KERNELS = refusal_to_load()
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the code of a page runs: it writes there, and finds no profile of this machine's."""
+def folder(tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the code of a page runs, and what it writes is."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MPLBACKEND", "agg")
     return tmp_path
 
 
 @pytest.mark.parametrize("name", [name for name in RUN if not pages.needs_ranks(RUN[name])])
 def test_the_code_of_a_page_runs_from_its_first_block_to_its_last(name: str, folder: Path) -> None:
-    if name == "cpu-kernels.md" and NO_KERNELS is not None:
-        pytest.skip(NO_KERNELS)
+    if name == "cpu-kernels.md" and (refusal := refusal_to_load()):
+        pytest.skip(refusal)
     try:
         pages.run(RUN[name])
     finally:
@@ -47,18 +44,12 @@ def test_the_code_of_a_page_runs_from_its_first_block_to_its_last(name: str, fol
 
 
 def test_the_code_of_pages_about_ranks_runs_on_one_rank(folder: Path) -> None:
-    names = [str(page) for page in RUN.values() if pages.needs_ranks(page)]
-    # One process for all of them: importing takes longer than what they compute.
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "tests" / "support" / "pages.py"), *names],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("running ") == len(names) > 2
+    of_ranks = [page for page in RUN.values() if pages.needs_ranks(page)]
+    assert len(of_ranks) > 2
+    for page in of_ranks:
+        # A process of its own has a process group of its own, and what it sets ends with it.
+        ended = fork(functools.partial(pages.run_as_rank, page)).ended()
+        assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def check_picture(drawn: Path) -> None:

@@ -12,33 +12,32 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.cli.command import COMMANDS
 
+PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 LIST = Path(__file__).with_name("surface.txt")
-ROOMS = (
-    "",
-    "core",
-    "estimate",
-    "integrations",
-    "models",
-    "nn",
-    "ops",
-    "parallel",
-    "patterns",
-    "selection",
-    "slides",
-    "training",
-)
+ROOMS = ("", *sorted({"core", *(file.parent.name for file in PACKAGE.glob("*/__init__.py"))}))
 FLAGS = re.compile(r"^[ │]+(?:-[a-z], )?(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)", flags=re.MULTILINE)
+
+
+def module_of(room: str) -> ModuleType:
+    return importlib.import_module(".".join(filter(None, ("dilated_attention_pytorch", room))))
+
+
+def public_names(room: str) -> list[str]:
+    return sorted(getattr(module_of(room), "__all__", ()))
 
 
 def names() -> Iterator[str]:
     for room in ROOMS:
-        module = importlib.import_module(".".join(filter(None, (dilated_attention_pytorch.__name__, room))))
-        for name in sorted(module.__all__):
+        module = module_of(room)
+        for name in public_names(room):
             found = getattr(module, name)
             is_call = callable(found) and not (isinstance(found, type) and issubclass(found, BaseException))
             parameters = f"({', '.join(inspect.signature(found).parameters)})" if is_call else ""
@@ -47,19 +46,28 @@ def names() -> Iterator[str]:
 
 def help_of(*words: str) -> str:
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as left:
         main([*words, "--help"])
+    assert left.value.code == 0
     return printed.getvalue()
 
 
 def flags() -> Iterator[str]:
     for command in COMMANDS:
+        explained = help_of(command)
+        assert f"usage: dilated-attention {command}" in explained
         yield command
-        yield from (f"{command} {flag}" for flag in sorted(set(FLAGS.findall(help_of(command)))))
+        yield from (f"{command} {flag}" for flag in sorted(set(FLAGS.findall(explained))))
 
 
 def surface() -> list[str]:
     return [*names(), *flags()]
+
+
+def test_help_names_the_commands() -> None:
+    explained = help_of()
+    assert "usage: dilated-attention" in explained
+    assert all(command in explained for command in COMMANDS)
 
 
 def test_public_names_parameters_and_flags_are_those_of_the_list() -> None:

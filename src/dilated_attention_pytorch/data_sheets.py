@@ -1,4 +1,4 @@
-"""Nominal specifications of devices and links with their sources, read once from ``data_sheets.toml``."""
+"""Nominal specifications of devices and links, read once from ``data_sheets.toml``, which names their sources."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ class DataSheet:
     """Maximum power in watts; 0 if not specified."""
     link: str
     """Name of the link between devices of a node; empty if there is none."""
-    sources: Mapping[str, str]
-    """Source document of each figure, by field name."""
-    compared: Mapping[str, str]
-    """Second source that a figure was checked against, by field name; other figures were not checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +42,6 @@ class Link:
     name: str
     bytes_per_second: float
     """Bandwidth in one direction, in bytes per second."""
-    source: str
-    """Source document of the rate."""
-    compared: str
-    """Second source that the rate was checked against; empty if it was not."""
 
 
 @functools.cache
@@ -59,12 +51,9 @@ def _tables() -> dict[str, Any]:
 
 _REPRESENTATIVE = {"H100": "H100 SXM", "A100": "A100 80 GB", "RTX": "RTX 3090", "AMD MI": "MI250X"}
 """Data sheets that stand for families of several devices."""
-_FIGURES = ("memory_bytes", "bytes_per_second", "flops", "processors", "watts", "link")
 
 
 def _sheet(name: str, family: str, table: Mapping[str, Any]) -> DataSheet:
-    documents = _tables()["source"]
-    of = table.get("source_of", {})
     return DataSheet(
         name=name,
         family=family,
@@ -74,10 +63,6 @@ def _sheet(name: str, family: str, table: Mapping[str, Any]) -> DataSheet:
         processors=table.get("processors", 1),
         watts=table.get("watts", 0.0),
         link=table.get("link", ""),
-        sources={figure: documents[of.get(figure, table["source"])] for figure in _FIGURES if figure in table},
-        compared={
-            figure: _tables()["page"][page] for page, figures in table.get("compared", {}).items() for figure in figures
-        },
     )
 
 
@@ -150,6 +135,5 @@ def link_of(name: str) -> Link:
     """
     for known, table in _tables()["link"].items():
         if known.lower() == name.strip().lower():
-            page = _tables()["page"][table["compared"]] if "compared" in table else ""
-            return Link(known, table["bytes_per_second"], _tables()["source"][table["source"]], page)
+            return Link(known, table["bytes_per_second"])
     raise ValueError(f"there is no link {name!r}; there are {', '.join(link_names())}")

@@ -51,6 +51,21 @@ def require(purpose: str, packages: Sequence[str], extra: str) -> None:
         raise RunError(str(error)) from error
 
 
+def choose_device(device: str) -> str:
+    """The device type, "cpu" or "cuda"; "auto" takes a CUDA device if there is one.
+
+    Raises:
+        RunError: the requested device is not available.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise RunError(
+            "--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a PyTorch built for CUDA "
+            "and its driver (`dilated-attention info` shows what is there)"
+        )
+    return "cuda" if available and device != "cpu" else "cpu"
+
+
 def set_threads(threads: int) -> int:
     """Set the number of CPU threads (0: PyTorch's default) and return the resulting number.
 

@@ -26,7 +26,6 @@ from benchmarks.study import file_of_results, write_results
 from benchmarks import measured_code
 
 OF_NO_FIGURE = {
-    "chart_page.py",
     "errors.py",
     "folders.py",
     "installation.py",
@@ -42,7 +41,6 @@ ELSEWHERE = {
     ("nn/dynamic.py", "selection"),  # measured by benchmarks.selection alone
     ("parallel/modules.py", "nn"),
     ("parallel/selection.py", "selection"),
-    ("slides/embedding.py", "training/preflight.py"),
     ("slides/settings.py", "training/run_settings.py"),
 }
 """What one file imports, and no figure of the groups without it depends on."""

@@ -148,20 +148,6 @@ def test_the_page_is_made_of_the_file_alone(cut_off: Path) -> None:
         assert words in page
 
 
-def test_the_plan_has_every_case_in_order_and_how_many_are_left_to_time() -> None:
-    cases = planned_cases(BenchSettings(shapes=("three", "blocks", "decode")), PRESETS["cpu"])
-    console = Console(file=io.StringIO(), width=200)
-    kept = {(next(iter(cases)).name, "ours, aten")}
-    pattern = tuple(entry for entry in CONTESTANTS if entry.name in ("ours, aten", "published route"))
-    run.print_plan(cases, kept, pattern, run.choose_device("cpu"), 7.0, console)
-    *lines, limit, _ = console.file.getvalue().splitlines()
-    numbers = [1, 2, 1, 1, 1, 1]
-    assert [line.split(maxsplit=1)[1] for line in lines] == [
-        f"{number} to time: {case.name}" for number, case in zip(numbers, cases, strict=True)
-    ]
-    assert limit.startswith("no call starts after 7 s")
-
-
 def test_flexattention_is_timed_on_two_shapes_of_the_gpu_preset_or_where_it_is_named() -> None:
     def shapes(settings: BenchSettings) -> set[tuple[str, int]]:
         cases = planned_cases(settings, PRESETS["gpu"])

@@ -40,11 +40,12 @@ def test_a_run_leaves_tables_and_results(tmp_path: Path) -> None:
     for row in by_name.values():
         assert len(row["samples"]) == 3
         assert set(row["errors"]) == {"out", "grad_query", "grad_key", "grad_value"}
-        assert row["flops_per_second"] == pytest.approx(row["flops"] / row["median_seconds"])
+        assert row["median_seconds"] == sorted(row["samples"])[1]
     for words in (
         "ours, aten",
         "published route",
         "dense SDPA (all pairs)",
+        "2 cases; no call starts after 240 s",
         "this was a dry run",
     ):
         assert words in said

@@ -1,23 +1,17 @@
 """Draws hostile command lines and runs them: each must end in a sentence, within its time, and without a signal.
 
-    PYTHONPATH=tests python -m cli.hostile_lines --trials 500 --seed 0
-
 A line is a command that would work, with one to three flags of it set to a hostile value: huge, negative, not finite,
 empty, of another type, a path that is no file, a pattern of thousands of terms.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
-import resource
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -196,36 +190,3 @@ def run_lines(lines: list[list[str]], world: Path, folder: Path, *, seconds: flo
     )
     shutil.rmtree(folder)
     return [{**result, "limit": seconds} for result in json.loads(done.stdout)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=500, help="command lines (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="that a line may take (default: %(default)s)")
-    parser.add_argument("--gigabytes", type=float, default=6.0, help="address space of a line (default: %(default)s)")
-    given = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_AS, (int(given.gigabytes * 2**30),) * 2)
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as place:
-        world = Path(place, "world")
-        world.mkdir()
-        make_world(world)
-        draw = random.Random(given.seed)
-        lines = [drawn_line(draw) for _ in range(given.trials)]
-        for first in range(0, len(lines), 10):
-            some = lines[first : first + 10]
-            results = run_lines(some, world, Path(place, "lines"), seconds=given.seconds)
-            for words, result in zip(some, results, strict=True):
-                found = outcome(result)
-                counts[found] += 1
-                if found != "ok":
-                    shown = " ".join(word if len(word) < 80 else f"{word[:60]}...({len(word)})" for word in words[:30])
-                    print(f"{found} ({result['code']}, {result['seconds']:.0f} s): {shown}")
-                    print("    " + "\n    ".join(result["output"].strip().splitlines()[-6:]), flush=True)
-            print(f"{first + len(some)} of {len(lines)}: {dict(counts)}", flush=True)
-    raise SystemExit(counts.total() - counts["ok"] > 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -17,6 +18,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.installation import EXTRAS
 from dilated_attention_pytorch.kernels.select import IMPLS
 from dilated_attention_pytorch.training import evaluation
+from support.processes import fork
 from training.runs import stop_after, write_texts
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +26,18 @@ HANG_SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run made by the command line."""
-    folder = tmp_path_factory.mktemp("command")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run made by the command line, and what the command said."""
+    folder, said = tmp_path_factory.mktemp("command"), io.StringIO()
     texts = write_texts(folder / "texts")
-    main(_train(texts, folder / "run"))
-    return folder / "run"
+    with contextlib.redirect_stdout(said):
+        main(_train(texts, folder / "run"))
+    return folder / "run", said.getvalue()
+
+
+@pytest.fixture
+def run(trained: tuple[Path, str]) -> Path:
+    return trained[0]
 
 
 def _train(texts: Path, output: Path) -> list[str]:
@@ -37,26 +45,19 @@ def _train(texts: Path, output: Path) -> list[str]:
     return ["train", *words.split(), "--data", str(texts), "--output", str(output)]
 
 
-def _as_process(*words: str) -> list[str]:
-    return [sys.executable, "-m", "dilated_attention_pytorch", *words]
-
-
-def test_train_prints_the_result_beside_xz_the_quarters_and_what_to_do_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(_train(write_texts(tmp_path / "texts"), tmp_path / "run"))
-    said = capsys.readouterr().out
+def test_train_prints_the_result_beside_xz_the_quarters_and_what_to_do_next(trained: tuple[Path, str]) -> None:
+    run, said = trained
     for words in (
         "xz -9e takes",
         "held-out bits per byte by quarter of the context",
         "the last quarter without the earlier context",
         "step 4/4",
         "sample",
-        f"dilated-attention generate {tmp_path / 'run'}",
+        f"dilated-attention generate {run}",
         "loss.png",
     ):
         assert words in said
-    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_ctrl_c_says_how_to_go_on_and_going_on_ends_the_run(
@@ -93,21 +94,15 @@ def test_a_second_ctrl_c_keeps_the_last_checkpoint(
 def test_a_signal_from_outside_ends_a_process_cleanly(tmp_path: Path) -> None:
     words = _train(write_texts(tmp_path / "texts"), tmp_path / "run")
     words[words.index("--steps") + 1] = "100000"
-    process = subprocess.Popen(_as_process(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    process, metrics = fork(lambda: main(words)), tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + HANG_SECONDS
-    try:
-        while not (metrics.exists() and '"loss"' in metrics.read_text()):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=HANG_SECONDS)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM" in out
-    assert "Traceback" not in err
+    while not (metrics.exists() and '"loss"' in metrics.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    ended = process.ended()
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert "stopped by SIGTERM" in ended.stdout
+    assert "Traceback" not in ended.stderr
     assert list((tmp_path / "run").glob("checkpoint-*"))
     assert not (tmp_path / "run" / "lease.json").exists()
 
@@ -145,10 +140,9 @@ def test_generate_on_a_terminal_answers_one_prompt_after_the_other(
 
 
 def test_the_reader_of_the_output_may_go_away(run: Path) -> None:
+    words = ("generate", str(run), "--prompt", "def f(", "--max-new-tokens", "300")
     process = subprocess.Popen(
-        _as_process("generate", str(run), "--prompt", "def f(", "--max-new-tokens", "300"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-m", "dilated_attention_pytorch", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -186,16 +180,6 @@ def test_info_lists_the_extras_of_the_package() -> None:
     for extra, brought in EXTRAS.items():
         wanted = project["optional-dependencies"][extra]
         assert [word for word in wanted if "[" not in word] == list(brought)
-
-
-@pytest.mark.parametrize(
-    "words", [[], ["train"], ["extend"], ["generate"], ["eval"], ["report"], ["bench"], ["profile"], ["info"]]
-)
-def test_help_explains_and_ends_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([*words, "--help"])
-    assert left.value.code == 0
-    assert "usage: dilated-attention" in capsys.readouterr().out
 
 
 def test_help_of_a_preset_shows_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,9 @@ def test_an_expression_is_the_pattern_that_python_makes() -> None:
     assert pattern_from_expression(text) == python
 
 
-def test_a_sum_may_have_thousands_of_terms() -> None:
-    pattern = pattern_from_expression(" + ".join(["local_window(1)"] * 1200))
-    assert pattern.num_pairs(10, is_causal=True) == 1200 * 19
+def test_a_sum_may_have_a_thousand_terms() -> None:
+    pattern = pattern_from_expression(" + ".join(["local_window(1)"] * 1010))
+    assert pattern.num_pairs(10, is_causal=True) == 1010 * 19
 
 
 def test_segments_and_patterns_by_head_are_written_as_in_python() -> None:

@@ -32,7 +32,7 @@ except BaseException:
 HEEDED = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
-@pytest.mark.parametrize("package", ["torch", "tyro", "rich"])
+@pytest.mark.parametrize("package", ["torch", pytest.param("tyro", marks=pytest.mark.slow), "rich"])
 def test_ctrl_c_during_an_import_is_one_sentence(package: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HEEDED)
     (tmp_path / f"{package}.py").write_text(INTERRUPTED)

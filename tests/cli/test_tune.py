@@ -24,12 +24,8 @@ from dilated_attention_pytorch.selection import (
 )
 from dilated_attention_pytorch.selection.profile import Accuracy, load_profile
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 WORDS = ["tune", "--dtypes", "float32", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def test_a_dry_run_prints_correlations_and_stores_no_profile(
@@ -136,12 +132,3 @@ def test_wrong_words_get_a_sentence_and_code_2(
     assert left.value.code == 2
     said = capsys.readouterr()
     assert message in said.out + said.err
-
-
-def test_help_teaches_and_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["tune", "--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
-    for words in ("usage: dilated-attention tune", "Running the same command again", "--seconds"):
-        assert words in " ".join(said.split())

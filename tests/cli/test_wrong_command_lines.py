@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli import wrong_command_lines
-from cli.wrong_command_lines import OF_TRAINING, ROWS, Row, run_row, table
+from cli.wrong_command_lines import ROWS, Row, run_row
 from cli.wrong_world import make_world
 from dilated_attention_pytorch.benchmarks import run as bench_run
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.output import check_new_file, write_text
 from dilated_attention_pytorch.training import extension, profiled_step
 from dilated_attention_pytorch.training import run as training_run
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the command lines are about, in which none of them may change anything."""
+    made = make_world(tmp_path_factory.mktemp("world"))
+    before = _state(made)
+    yield made
+    assert _state(made) == before
 
 
 @pytest.fixture
@@ -46,38 +51,12 @@ def _state(folder: Path) -> dict[str, tuple[int, int] | str]:
 def test_a_wrong_command_line_says_what_to_do_and_changes_nothing(
     row: Row, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _state(world)
     code, written, said = run_row(row, world, tmp_path, monkeypatch)
     assert code == 2
     assert row.message.replace("{}", str(world)) in said
     assert "Traceback" not in said
     assert written == ""
-    assert _state(world) == before
     assert not any(tmp_path.iterdir())
-
-
-def test_the_table_shows_the_rows_of_the_commands_that_train_with_their_sentences(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = [row.line.partition(" ")[0] for row in ROWS]
-    assert set(OF_TRAINING) <= set(named)
-    assert sum(name in OF_TRAINING for name in named) >= 60
-    rows = [
-        Row("report {}/nothing --output {}/new.html", ""),
-        Row("bench --rows 0 --output {}/new", ""),
-        Row("eval {}/finished --windows 0", ""),
-        Row("train --config {toml} --output {}/new", "", toml="steps = 0"),
-    ]
-    (world / "settings" / rows[-1].file).write_text(rows[-1].toml)
-    monkeypatch.setattr(wrong_command_lines, "TABLE", {"what is wrong": rows, "bench alone": rows[1:2]})
-    assert list(table(world, tmp_path)) == [
-        "\n### What is wrong\n\n| command line | what is wrong besides | what it says |\n|---|---|---|",
-        "| `report WORLD/nothing --output WORLD/new.html` |  | report: WORLD/nothing is not a run folder; name the "
-        "--output of a `train` or `extend` command |",
-        "| `eval WORLD/finished --windows 0` |  | Eval: windows must be at least 1, got 0 |",
-        "| `train --config run.toml --output WORLD/new` | `steps = 0` | --config WORLD/settings/"
-        f"{rows[-1].file}: steps must be at least 1, got 0 |",
-    ]
 
 
 def test_the_folder_that_one_stands_in_is_refused_with_a_name_beside_it(
@@ -96,3 +75,12 @@ def test_the_folder_that_one_stands_in_is_refused_with_a_name_beside_it(
         said = " ".join(capsys.readouterr().err.split())
         assert "--output . exists and is not empty; nothing in it was changed." in said
         assert f"for example --output {world}/taken-2" in said
+
+
+@pytest.mark.parametrize("left", ["new.json.part", ".new.json.part"])
+def test_what_a_killed_command_left_is_no_obstacle(left: str, tmp_path: Path) -> None:
+    (tmp_path / left).write_text("{")
+    check_new_file(tmp_path / "new.json")
+    write_text(tmp_path / "new.json", "{}")
+    assert (tmp_path / "new.json").read_text() == "{}"
+    assert not (tmp_path / ".new.json.part").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from dilated_attention_pytorch import parallel
 from dilated_attention_pytorch.data_sheets import link_of, sheet_of
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.estimate import Device, measure, measure_here, plan_run
+from dilated_attention_pytorch.estimate import Device, changes_that_help, measure, measure_here, plan_run, solve
 from dilated_attention_pytorch.estimate.exchange import exchanges
 from dilated_attention_pytorch.estimate.flops import step_work
 from dilated_attention_pytorch.estimate.measure import Measurements, attention_seconds
@@ -106,7 +107,7 @@ def test_a_machine_whose_seconds_grow_with_layers_rows_and_pairs_is_predicted_ex
 ) -> None:
     _stands_still(monkeypatch)
     settings = _settings({"num_layers": 9, "gradient_checkpointing": True}, context_length=50_021, batch_size=1)
-    found = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
+    found = measure_here(settings, "cpu", is_quiet=True, folder=tmp_path)
     plan = plan_run(settings, 1, Device(sheet=found.sheet, here=found))
     told = dataclasses.replace(settings, batch_size=1)
     attention = attention_seconds(told, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2)
@@ -120,51 +121,6 @@ def test_a_machine_whose_seconds_grow_with_layers_rows_and_pairs_is_predicted_ex
     assert three.seconds.total - plan.seconds.total == pytest.approx(2 * (plan.seconds.total - plan.seconds.optimizer))
 
 
-def test_steps_of_several_processes_are_predicted_from_steps_that_they_share(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Of two processes that share every text, on a machine with a core for each; what they send is in their steps."""
-    _stands_still(monkeypatch)
-    monkeypatch.setattr(measure.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(measure, "exchange_rates", lambda device, seconds: [1e9, 1e-4])
-
-    def gradients(layers: int, rows: float) -> float:
-        return 2e-3 + 3e-3 * layers + (2e-5 + 4e-5 * layers) * rows
-
-    def shared(steps: Any, num_processes: int, device: str, threads: int, seconds: float) -> list[float]:
-        assert (num_processes, device, threads) == (2, "cpu", 1)
-        found = []
-        for told in steps:
-            assert (told.context_parallel, told.strategy) == (2, "ring")
-            rows = told.batch_size * told.context_length / 2
-            attention = attention_seconds(told, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2) / 2
-            found += [gradients(told.model.num_layers, rows) + attention, 4e-4]
-        return found
-
-    monkeypatch.setattr(measure, "shared_step_seconds", shared)
-    settings = _settings({"num_layers": 9}, context_length=20_010, context_parallel=2, strategy="ring")
-    found = measure_here(settings, 2, "cpu", is_quiet=True, folder=tmp_path)
-    plan = plan_run(settings, 2, Device(sheet=found.sheet, here=found))
-    attention = attention_seconds(settings, ((1e-6, 1e-9),) * 2, ((5e-7, 5e-10),) * 2) / 2
-    assert plan.seconds.total == pytest.approx(gradients(9, 20_010) + attention + 4e-4, rel=1e-3)
-    rows = next(one for one in plan.exchanges if one.name == "rows")
-    weights = next(one for one in plan.exchanges if one.name != "rows")
-    messages = rows.messages + weights.messages
-    assert plan.seconds.exchange == pytest.approx((rows.bytes + weights.bytes) / 1e9 + messages * 1e-4)
-    # Three batches are three measured steps, but gradients are summed once.
-    of_three = dataclasses.replace(settings, gradient_accumulation=3)
-    three = plan_run(of_three, 2, Device(sheet=found.sheet, here=found)).seconds
-    summing = weights.bytes / 1e9 + weights.messages * 1e-4
-    assert three.exchange == pytest.approx(3 * plan.seconds.exchange - 2 * summing)
-    assert three.total == pytest.approx(3 * (plan.seconds.total - 4e-4 - summing) + 4e-4 + summing, rel=1e-6)
-    for other, processes in ((settings, 4), (dataclasses.replace(settings, context_parallel=1, strategy="auto"), 2)):
-        with pytest.raises(RunError, match="of another shape, precision or optimizer, or of other processes"):
-            found.seconds(other, processes, ())
-    with pytest.raises(RunError, match=r"starts as many processes as are planned, got 10, and .* at most 8"):
-        measure_here(settings, 10, "cpu", is_quiet=True, folder=tmp_path)
-
-
 def test_a_step_is_predicted_from_the_nearest_that_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -176,32 +132,39 @@ def test_a_step_is_predicted_from_the_nearest_that_was_measured(
 
     monkeypatch.setattr(measure, "step_seconds", step)
     settings = _settings({"num_layers": 2}, context_length=200)
-    found = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
-    assert found.seconds(settings, 1, ()).total == pytest.approx(1.0, rel=1e-6)
+    found = measure_here(settings, "cpu", is_quiet=True, folder=tmp_path)
+    assert found.seconds(settings).total == pytest.approx(1.0, rel=1e-6)
+    with pytest.raises(RunError, match="of another shape, precision or optimizer; measure it for these"):
+        found.seconds(_settings({"num_layers": 2, "num_kv_heads": 6}))
+    with pytest.raises(RunError, match="measured for one process, got 2"):
+        plan_run(settings, 2, Device(sheet=found.sheet, here=found))
 
 
-def test_two_processes_share_small_steps_for_real(tmp_path: Path) -> None:
-    settings = _settings({}, context_length=128, context_parallel=2, strategy="ring", data_parallel="fsdp")
-    found = measure_here(settings, 2, "cpu", is_quiet=True, folder=tmp_path)
-    assert [(point.layers, point.rows) for point in found.points] == [(2, 64), (2, 128), (4, 64), (4, 128)]
-    assert all(point.optimizer > 0 for point in found.points)
-    assert found.exchange[0] > 1e6
-    kept = measure_here(settings, 2, "cpu", is_quiet=True, folder=tmp_path, seconds=0)
-    assert kept.points == found.points
+def test_changes_are_measured_for_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _stands_still(monkeypatch)
+    measured = functools.partial(measure_here, is_quiet=True, folder=tmp_path)
+    monkeypatch.setattr(solve, "measure_here", measured)
+    settings = _settings({"gradient_checkpointing": True})
+    here = measured(settings, "cpu")
+    device = Device(sheet=here.sheet, here=here)
+    helping = changes_that_help(settings, 1, device, plan_run(settings, 1, device))
+    assert "without --model.gradient-checkpointing" in [change.words for change in helping]
+    assert {change.processes for change in helping} == {1}
+    assert not any(change.plan.seconds.is_bound for change in helping)
 
 
 def test_what_was_measured_is_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _stands_still(monkeypatch)
     settings = _settings({})
-    first = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
+    first = measure_here(settings, "cpu", is_quiet=True, folder=tmp_path)
 
     def forbidden(*given: Any) -> Any:
         raise AssertionError("it was measured again")
 
     for name in ("step_seconds", "call_of", "matrix_product_rate"):
         monkeypatch.setattr(measure, name, forbidden)
-    second = measure_here(settings, 1, "cpu", is_quiet=True, folder=tmp_path)
-    assert (second.product_rate, second.sheet.flops) == (first.product_rate, first.sheet.flops)
+    second = measure_here(settings, "cpu", is_quiet=True, folder=tmp_path)
+    assert second.sheet.flops == first.sheet.flops
     assert [point.optimizer for point in second.points] == [point.optimizer for point in first.points]
 
 
@@ -228,7 +191,7 @@ def test_what_there_is_no_time_for_is_not_begun(tmp_path: Path) -> None:
 
 
 def test_a_small_step_of_this_machine_is_measured_for_real(tmp_path: Path) -> None:
-    found = measure_here(_settings({}, context_length=128), 1, "cpu", is_quiet=True, folder=tmp_path)
+    found = measure_here(_settings({}, context_length=128), "cpu", is_quiet=True, folder=tmp_path)
     assert [(point.layers, point.rows) for point in found.points] == [(2, 128), (2, 256), (4, 128), (4, 256)]
     assert found.sheet.flops["float32"] > 1e8
     assert found.sheet.bytes_per_second > 1e7

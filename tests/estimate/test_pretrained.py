@@ -58,7 +58,7 @@ def test_operations_are_those_that_pytorch_counts(config: PreTrainedConfig, tmp_
     model = set_pattern(AutoModelForCausalLM.from_config(run.config).eval(), PATTERN)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, 129, dtype=torch.int64), use_cache=False)
-    assert counter.get_total_flops() == 2 * operations(run).of_text(129)
+    assert counter.get_total_flops() == 2 * operations(run, "forward")[0].of_text(129)
     plan = plan_pretrained(run, Device(sheet=sheet_of("A100 40 GB")), purpose="forward")
     assert plan.computed_flops == plan.model_flops == counter.get_total_flops()
 
@@ -79,7 +79,7 @@ def test_a_step_has_the_operations_that_pytorch_counts(
         model(ids, labels=ids, use_cache=False).loss.backward()
     plan = plan_pretrained(run, Device(sheet=sheet_of("A100 40 GB")))
     assert plan.computed_flops == counter.get_total_flops()
-    assert plan.model_flops == 3 * 2 * operations(run).of_text(129)
+    assert plan.model_flops == 3 * 2 * operations(run, "forward")[0].of_text(129)
 
 
 def test_a_chunk_of_a_prompt_has_the_logits_of_one_token(tmp_path: Path) -> None:

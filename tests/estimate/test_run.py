@@ -59,7 +59,7 @@ def test_a_step_is_all_its_batches_and_one_step_of_the_optimizer() -> None:
     assert three.tokens == 3 * one.tokens == 3 * 2 * 211
     assert three.model_flops == 3 * one.model_flops
     assert three.computed_flops == 3 * one.computed_flops
-    assert three.least_seconds == pytest.approx(3 * one.least_seconds)
+    assert three.seconds.attention == pytest.approx(3 * one.seconds.attention)
     assert three.seconds.products == pytest.approx(3 * one.seconds.products)
     states = three.footprint
     assert three.seconds.optimizer == (2 * states.weights + states.gradients + 2 * states.optimizer) / 4.8e12
@@ -112,8 +112,9 @@ def test_processes_that_share_a_sequence_share_its_operations() -> None:
     assert shared.footprint.activations < 0.6 * alone.footprint.activations
     whole = plan_run(_settings({"num_heads": 2}), 1, sheet)
     assert shared.computed_flops == 2 * whole.computed_flops
-    assert shared.least_seconds == whole.least_seconds / 2
-    assert whole.least_seconds == whole.computed_flops / 312e12
+    for plan, share in ((shared, 0.5), (whole, 1.0)):
+        computing = plan.seconds.products + plan.seconds.attention
+        assert computing == pytest.approx(share * whole.computed_flops / 312e12, rel=1e-12)
     assert whole.model_flops < whole.computed_flops
 
 
@@ -148,3 +149,16 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert written["footprint"] == dataclasses.asdict(expected)
     assert written["total_bytes"] == expected.total
     assert "fits, with 23." in printed
+
+
+def test_the_command_plans_a_generation_without_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    words = "plan --preset tiny --hardware H200 --precision float32 --for generation --prompt 100 --new-tokens 4"
+    main([*words.split(), "--output", str(file)])
+    written = json.loads(file.read_text())
+    assert (written["purpose"], written["tokens"], written["fits"]) == ("generation", 2 * 4, True)
+    assert "seconds" not in written
+    printed = capsys.readouterr().out
+    assert "key/value cache" in printed
+    assert "seconds of the generation" not in printed
+    assert "8 new tokens in the generation; its seconds are not predicted: time `dilated-attention generate`" in printed

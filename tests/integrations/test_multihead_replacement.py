@@ -44,38 +44,23 @@ def masks(kind: str, x: Tensor, batch_first: bool) -> tuple[dict[str, Any], Tens
     return options, weight
 
 
-KINDS = pytest.mark.parametrize("kind", ["whole", "padded", "causal", "padded and causal"])
-PLACES = pytest.mark.parametrize(
+@pytest.mark.parametrize("kind", ["whole", "padded", "causal", "padded and causal"])
+@pytest.mark.parametrize(
     ("norm_first", "batch_first"), [(False, True), (True, True), (False, False)], ids=["post", "pre", "sequence_first"]
 )
-
-
-@KINDS
-@PLACES
+@pytest.mark.parametrize("pattern", [COVERING, pattern_of(DILATED)], ids=["covering", "dilated"])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-def test_an_encoder_under_one_covering_group_gives_what_it_gave(kind: str, norm_first: bool, batch_first: bool) -> None:
-    model = encoder(norm_first=norm_first, batch_first=batch_first)
-    x = torch.randn((3, ROWS, 12) if batch_first else (ROWS, 3, 12), dtype=torch.float64)
-    options, weight = masks(kind, x, batch_first)
-    expected = results(model, x, weight, **options)
-    replace_attention(model, COVERING)
-    assert_equal(results(model, x, weight, **options), expected)
-
-
-@KINDS
-@PLACES
-@pytest.mark.filterwarnings("ignore:Support for mismatched")
-def test_an_encoder_under_a_dilated_pattern_gives_pytorchs_with_the_counts_as_mask(
-    kind: str, norm_first: bool, batch_first: bool
+def test_an_encoder_under_a_pattern_gives_pytorchs_with_the_counts_as_mask(
+    pattern: DilatedPattern, kind: str, norm_first: bool, batch_first: bool
 ) -> None:
     model = encoder(norm_first=norm_first, batch_first=batch_first)
     heads = model.layers[0].self_attn.num_heads
     x = torch.randn((3, ROWS, 12) if batch_first else (ROWS, 3, 12), dtype=torch.float64)
     options, weight = masks(kind, x, batch_first)
-    counts = pattern_of(DILATED).counts(torch.arange(ROWS), torch.arange(ROWS), heads, is_causal="causal" in kind)
+    counts = pattern.counts(torch.arange(ROWS), torch.arange(ROWS), heads, is_causal="causal" in kind)
     log_counts = counts.double().log().repeat(3, 1, 1)  # [B * H, N, N]
     expected = results(model, x, weight, **{**options, "mask": log_counts})
-    replace_attention(model, pattern_of(DILATED))
+    replace_attention(model, pattern)
     assert_equal(results(model, x, weight, **options), expected)
 
 

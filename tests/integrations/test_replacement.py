@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from dilated_attention_pytorch import DilatedPattern, MultiheadDilatedAttention, local_window
+from dilated_attention_pytorch import DilatedPattern, local_window
 from dilated_attention_pytorch.integrations import MultiheadReplacement, QkvReplacement, replace_attention
 from integrations.plain_models import (
     DILATED,
@@ -237,31 +237,3 @@ def test_dropout_of_the_attention_is_active_in_training_only() -> None:
         assert ((dropped.mean(0) - call()).abs() < 5 * error).all()
     layer.train().dropout = 0.0
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
-
-
-def test_a_loop_over_the_blocks_of_a_model_works() -> None:
-    with pytest.warns(DeprecationWarning, match="is the old name"):
-        from dilated_attention_pytorch import ImprovedMultiheadDilatedAttention
-    x = torch.randn(2, ROWS, 12)
-    precision = torch.get_float32_matmul_precision()
-    model = nn.Module()
-    model.blocks = nn.ModuleList(nn.Module() for _ in range(2))
-    for block in model.blocks:
-        # Modules of the earlier packages had this LayerNorm by default.
-        block.attention = MultiheadDilatedAttention(12, 3, [5, 16], [1, 3], sub_layernorm=True)
-    try:
-        for block in model.blocks:
-            if hasattr(block, "attention"):
-                # Replace with improved version
-                old_attention = block.attention
-                block.attention = ImprovedMultiheadDilatedAttention(
-                    embed_dim=old_attention.embed_dim,
-                    num_heads=old_attention.num_heads,
-                    segment_lengths=old_attention.segment_lengths,
-                    dilation_rates=old_attention.dilation_rates,
-                    use_tf32=True,
-                )
-                block.attention.load_state_dict(old_attention.state_dict())
-                torch.testing.assert_close(block.attention(x, x, x), old_attention(x, x, x))
-    finally:
-        torch.set_float32_matmul_precision(precision)

@@ -14,7 +14,6 @@ from dilated_attention_pytorch.integrations import BoundedCache, register, set_p
 from integrations.tiny_models import (
     ARCHITECTURES,
     DECODERS,
-    GENERATORS,
     PATTERN,
     close,
     dense_logits,
@@ -57,8 +56,8 @@ def test_a_dilated_pattern_gives_the_logits_and_gradients_of_eager_with_its_coun
 PADDED = [
     ("llama", "left"),
     ("llama", "right"),
-    *((name, "both") for name in ARCHITECTURES if name != "bart"),
     ("bart", "right"),  # its learned positions count the padding before a row, which is then another input
+    *(pytest.param(*one.values, "both", marks=one.marks) for one in ARCHITECTURES if one.values != ("bart",)),
 ]
 
 
@@ -112,7 +111,7 @@ def as_generated(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", ["llama", "bart"])
 def test_generate_equals_naive_generation(name: str) -> None:
     model, prompt = set_pattern(tiny(name), PATTERN), draw(1, 30)
     expected_text, expected_scores = naive(model, name, prompt, 14)

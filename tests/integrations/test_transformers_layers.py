@@ -324,6 +324,12 @@ def a_mask(length: int = 7, real: Tensor | None = None, **more: Any) -> Any:
     return documents_mask(2, length, length, attention_mask=real, **more)
 
 
+def attended(query: Tensor, mask: Any, **options: Any) -> Tensor:
+    """What a layer under the pattern makes of queries, the first three heads of which are keys and values too."""
+    layer = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
+    return dilated_attention_forward(layer, query, query[:, :3], query[:, :3], mask, **options)[0]
+
+
 COMPUTED = {
     "add": lambda scores, mask: scores + mask[:, :, :, :7],
     "add the other way": lambda scores, mask: mask + scores,
@@ -356,7 +362,10 @@ def test_code_that_computes_attention_itself_cannot_use_the_mask(what: str, is_p
 
 # Importing inductor scripts functions of PyTorch's own.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("is_padded", "backend"), [(False, "aot_eager"), (True, "aot_eager"), (True, "inductor")])
+@pytest.mark.parametrize(
+    ("is_padded", "backend"),
+    [(False, "aot_eager"), (True, "aot_eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+)
 def test_the_compiler_takes_the_mask_as_eager_does(is_padded: bool, backend: str) -> None:
     """Made within a graph, and handed to one, as generate does with a static cache."""
     attention = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
@@ -391,16 +400,13 @@ def test_there_is_a_mask_for_every_call(is_given: bool, more: dict[str, Any]) ->
 @pytest.mark.parametrize("said", [None, False, True])
 def test_who_sees_whom_is_what_the_mask_says(said: bool | None) -> None:
     """Moonshine says that nothing is causal where it has a mask, because a dense one would say it."""
-    model = set_pattern(tiny("llama"), PATTERN)
-    attention = model.model.layers[0].self_attn
     query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
     causal, both = (
-        dilated_attention_forward(attention, query, query[:, :3], query[:, :3], a_mask(**more), is_causal=said)[0]
-        for more in ({}, {"allow_is_bidirectional_skip": True})
+        attended(query, a_mask(**more), is_causal=said) for more in ({}, {"allow_is_bidirectional_skip": True})
     )
     changed = query.clone()
     changed[:, :, 6] = 0
-    again = dilated_attention_forward(attention, changed, changed[:, :3], changed[:, :3], a_mask(), is_causal=said)[0]
+    again = attended(changed, a_mask(), is_causal=said)
     assert torch.equal(again[:, :6], causal[:, :6])
     assert not torch.allclose(causal[:, :6], both[:, :6])
 
@@ -408,24 +414,15 @@ def test_who_sees_whom_is_what_the_mask_says(said: bool | None) -> None:
 def test_a_causal_layer_without_a_mask_is_what_sdpa_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """BridgeTower's layers say that they are causal, get no mask, and with "eager" see everything."""
     query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
-
-    def attended() -> Tensor:
-        layer = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
-        return dilated_attention_forward(layer, query, query[:, :3], query[:, :3], None)[0]
-
-    layer = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
-    masked = dilated_attention_forward(layer, query, query[:, :3], query[:, :3], a_mask())[0]
-    assert torch.equal(attended(), masked)
+    assert torch.equal(attended(query, None), attended(query, a_mask()))
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_supports_sdpa", False)
     with pytest.raises(NotImplementedError, match="LlamaAttention says that it is causal and came without a mask"):
-        attended()
+        attended(query, None)
 
 
 def test_a_mask_of_other_columns_than_the_keys_is_refused() -> None:
-    attention = set_pattern(tiny("llama"), PATTERN).model.layers[0].self_attn
-    query = torch.randn(2, 6, 7, 8, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="LlamaAttention passed 7 keys with a mask of 9 columns"):
-        dilated_attention_forward(attention, query, query[:, :3], query[:, :3], a_mask(9))
+        attended(torch.randn(2, 6, 7, 8, dtype=torch.float64), a_mask(9))
 
 
 def saved(model: Any, folder: Path) -> dict[str, Any]:
@@ -486,9 +483,3 @@ def test_models_without_a_pattern_are_left_alone() -> None:
         model = tiny("llama", "sdpa")
     assert not model._forward_pre_hooks
     assert "attn_implementation" not in model.config.to_dict()
-
-
-def test_the_text_part_alone_may_be_dilated() -> None:
-    model = set_pattern(llava("sdpa"), DilatedPattern([64], [1]))
-    assert model.config._attn_implementation == "sdpa"
-    assert model.config.text_config._attn_implementation == "dilated"

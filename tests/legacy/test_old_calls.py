@@ -186,6 +186,11 @@ def test_improved_classes_take_their_old_positions_and_have_a_layernorm() -> Non
     new = dilated_attention_pytorch.MultiheadDilatedAttention(24, 4, [4, 16], [1, 3], sub_layernorm=True)
     x = torch.randn(2, 17, 24)
     assert torch.equal(old(x, x, x)[0], new(x, x, x)[0])
+    # As the documents replace a layer in a loop over blocks.
+    sizes = {name: getattr(new, name) for name in ("embed_dim", "num_heads", "segment_lengths", "dilation_rates")}
+    again = ImprovedMultiheadDilatedAttention(**sizes, use_tf32=None)
+    again.load_state_dict(new.state_dict())
+    assert torch.equal(again(x, x, x)[0], new(x, x, x)[0])
     assert ImprovedMultiheadDilatedAttention(24, 4, [4], [1], 0.0, True, False).inner_layernorm is None
     norm = ImprovedMultiheadDilatedAttention(24, 4, [4], [1], 0.0, True, True, 1e-3).inner_layernorm
     assert norm is not None

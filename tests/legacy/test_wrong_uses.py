@@ -40,7 +40,6 @@ TABLE: list[Row] = [
     # The order of lengths and rates.
     (lambda: MultiheadDilatedAttention(512, 8, RATES, LENGTHS), ValueError, "other packages take them in the other order: write segment_lengths=[2048, 4096, 8192], dilation_rates=[1, 2, 4] if that is meant"),
     (lambda: DilatedAttention(RATES, LENGTHS), ValueError, "got rate 2048 for segment length 1 in segment_lengths [1, 2, 4] and dilation_rates [2048, 4096, 8192]"),
-    (lambda: parallel.RingDilatedAttention(RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),
     (lambda: RingAdvancedDistributedDilatedAttention(32, 4, RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),
     (lambda: DilatedTransformerEncoderLayer(32, 4, RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),
     (lambda: LongNet(32, 4, 1, 1, 64, RATES, LENGTHS), ValueError, "segment_lengths come first and dilation_rates second"),

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dilated_attention_pytorch import local_window
 from dilated_attention_pytorch.models import LongNetConfig, LongNetEncoder, LongNetEncoderDecoder, LongNetLM
 from dilated_attention_pytorch.models.blocks import magneto_gains
+from models.dense import Dense
 from support import oracle
 
 TOLERANCE = 1e-11  # float64, a few hundred roundings; gradients are sums over all rows
@@ -31,82 +31,20 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(29, shape)
 
 
-class Dense:
-    """Blocks written out: the dense oracle, complex rotations, no module of ours."""
-
-    def __init__(self, config: LongNetConfig, weights: dict[str, Tensor], prefix: str = "") -> None:
-        self.config, self.weights, self.prefix = config, weights, prefix
-
-    def weight(self, name: str) -> Tensor:
-        return self.weights[f"{self.prefix}{name}"]
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return functional.layer_norm(x, x.shape[-1:], self.weight(f"{name}.weight"), self.weight(f"{name}.bias"))
-
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.embed_dim // self.config.num_heads))
-
-    def turned(self, x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        speed = self.config.rope_theta ** -(torch.arange(half).double() / half)
-        angles = torch.arange(x.shape[1]).double()[:, None] * speed
-        pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat([pairs.real, pairs.imag], dim=-1)
-
-    def attention(self, name: str, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-        zero_pad_keys = torch.zeros(counts.shape[:3], dtype=torch.int64)
-        out, _ = oracle.dense_attention(q, k, v, counts, zero_pad_keys, 1 / math.sqrt(q.shape[-1]))
-        return self.norm(out.flatten(2), f"{name}.inner_layernorm") @ self.weight(f"{name}.out_proj.weight").T
-
-    def counts(self, layer: int, rows: int, *, is_causal: bool) -> Tensor:
-        config, part = self.config, oracle.Rule("window", (4, 6))
-        assert config.num_kv_heads is not None
-        groups = oracle.Groups(
-            tuple(config.segment_lengths),
-            tuple(config.dilation_rates),
-            config.offset_rule,
-            shift=(config.layer_segment_shifts[layer % len(config.layer_segment_shifts)],),
-        )
-        return oracle.dense_counts(
-            part if config.layer_patterns else groups, rows, rows, config.num_kv_heads, is_causal=is_causal
-        )[0]
-
-    def block(
-        self, layer: int, x: Tensor, *, is_causal: bool, states: Tensor | None = None, seen: Tensor | None = None
-    ) -> Tensor:
-        name = f"blocks.{layer}"
-        normed = self.norm(x, f"{name}.attention_layernorm")
-        q, k, v = (self.heads(normed @ self.weight(f"{name}.attention.{one}_proj.weight").T) for one in "qkv")
-        counts = self.counts(layer, x.shape[1], is_causal=is_causal)
-        x = x + self.attention(f"{name}.attention", self.turned(q), self.turned(k), v, counts)
-        if states is not None:
-            assert seen is not None
-            normed, cross = self.norm(x, f"{name}.cross_attention_layernorm"), f"{name}.cross_attention"
-            weights = tuple(self.weight(f"{cross}.{one}_proj.weight") for one in "qkv")
-            q, k, v = (self.heads(y @ w.T) for y, w in zip((normed, states, states), weights, strict=True))
-            x = x + self.attention(cross, q, k, v, seen)
-        inner = self.norm(x, f"{name}.feed_forward_layernorm") @ self.weight(f"{name}.feed_forward.in_proj.weight").T
-        gate, up = inner.chunk(2, dim=-1)
-        inner = self.norm(gate * torch.sigmoid(gate) * up, f"{name}.feed_forward.inner_layernorm")
-        return x + inner @ self.weight(f"{name}.feed_forward.out_proj.weight").T
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        return self.weight("embedding.weight")[ids] * math.sqrt(self.config.embed_dim)
-
-    def states(self, x: Tensor) -> Tensor:
-        for layer in range(self.config.num_layers):
-            x = self.block(layer, x, is_causal=False)
-        return self.norm(x, "layernorm")
-
-
 def gradients_agree(model: torch.nn.Module, found: Tensor, expected: Tensor) -> None:
-    """Of one random loss, for every parameter; those of the dense model are the same tensors."""
+    """Of one random loss, for every parameter; those of the dense model are the same tensors.
+
+    Where embeddings are given, the table is used by neither.
+    """
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
     loss, parameters = torch.randn_like(found), list(model.parameters())
-    for mine, want in zip(
-        *(torch.autograd.grad((out * loss).sum(), parameters) for out in (found, expected)), strict=True
-    ):
-        torch.testing.assert_close(mine, want, atol=TOLERANCE, rtol=100 * TOLERANCE)
+    found_grads, expected_grads = (
+        torch.autograd.grad((out * loss).sum(), parameters, allow_unused=True) for out in (found, expected)
+    )
+    for mine, want in zip(found_grads, expected_grads, strict=True):
+        assert (mine is None) == (want is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, want, atol=TOLERANCE, rtol=100 * TOLERANCE)
 
 
 def with_drawn_norms(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -142,12 +80,12 @@ def test_the_encoder_decoder_equals_its_definition(cross: tuple[int, int] | None
     encoder, decoder = Dense(of_source, weights, "encoder."), Dense(of_target, weights)
     source, target = tokens(1, 31), tokens(1, 19)
     states = encoder.states(encoder.embedded(source))
-    seen = torch.ones(1, 3, 19, 31, dtype=torch.int64)
+    seen, no_padding = torch.ones(1, 3, 19, 31, dtype=torch.int64), torch.zeros(1, 3, 19, dtype=torch.int64)
     if cross is not None:
         seen, _ = oracle.dense_counts(oracle.Rule("window", cross), 19, 31, 3)
     x = decoder.embedded(target)
     for layer in range(2):
-        x = decoder.block(layer, x, is_causal=True, states=states, seen=seen)
+        x = decoder.block(layer, x, is_causal=True, states=states, seen=(seen, no_padding))
     gradients_agree(model, model(source, target), decoder.norm(x, "layernorm") @ weights["head.weight"].T)
 
 
@@ -168,24 +106,11 @@ def test_padding_changes_no_state_and_no_gradient(make_config: MakeConfig) -> No
         found = encoder(**inputs, attention_mask=mask)
         alone = [encoder(**{name: given[row : row + 1, a:b]})[0] for row, (a, b) in enumerate(RUNS)]
         real = torch.cat([found[row, a:b] for row, (a, b) in enumerate(RUNS)])
-        gradients_agree_of_used(encoder, real, torch.cat(alone))
+        gradients_agree(encoder, real, torch.cat(alone))
         assert bool((found[mask == 0] == 0).all())
         spoilt = given.detach().clone()
         spoilt[mask == 0] = 3 if name == "input_ids" else math.inf
         assert torch.equal(encoder(**{name: spoilt}, attention_mask=mask)[mask == 1], found[mask == 1])
-
-
-def gradients_agree_of_used(model: torch.nn.Module, found: Tensor, expected: Tensor) -> None:
-    """As :func:`gradients_agree`, where an input of embeddings leaves the table unused."""
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
-    loss, parameters = torch.randn_like(found), list(model.parameters())
-    found_grads, expected_grads = (
-        torch.autograd.grad((out * loss).sum(), parameters, allow_unused=True) for out in (found, expected)
-    )
-    for mine, want in zip(found_grads, expected_grads, strict=True):
-        assert (mine is None) == (want is None)
-        if mine is not None:
-            torch.testing.assert_close(mine, want, atol=TOLERANCE, rtol=100 * TOLERANCE)
 
 
 @pytest.mark.parametrize("options", [{}, {"cross_pattern": local_window(2, 9)}], ids=["dense", "window"])

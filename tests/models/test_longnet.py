@@ -13,77 +13,16 @@ from torch.nn import functional
 
 from dilated_attention_pytorch import attend
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
-from support import oracle
+from models.dense import Dense
 
 TOLERANCE = 1e-12  # float64, logits of order one, a few hundred roundings
 
 
+LAYER_PATTERNS = ("local_window(8)", "local_window(3) + DilatedPattern([7, 23], [1, 3])")
+
+
 def tokens(*shape: int) -> Tensor:
     return torch.randint(29, shape)
-
-
-LAYER_PATTERNS = ("local_window(8)", "local_window(3) + DilatedPattern([7, 23], [1, 3])")
-WRITTEN_OUT = (
-    (oracle.Rule("window", (8, 0)),),
-    (oracle.Rule("window", (3, 0)), oracle.Groups((7, 23), (1, 3))),
-)
-
-
-def layer_counts(config: LongNetConfig, layer: int, batch: int, rows: int) -> tuple[Tensor, Tensor]:
-    """How often a query counts a key in a layer, and the zero-padding keys of every row."""
-    assert config.num_kv_heads is not None
-    parts: tuple[oracle.Groups | oracle.Rule, ...]
-    if config.layer_patterns:
-        assert tuple(config.layer_patterns) == LAYER_PATTERNS
-        parts = WRITTEN_OUT[layer % 2]
-    else:
-        shift = config.layer_segment_shifts[layer % len(config.layer_segment_shifts)]
-        lengths, rates = tuple(config.segment_lengths), tuple(config.dilation_rates)
-        parts = (oracle.Groups(lengths, rates, config.offset_rule, shift=(shift,)),)
-    counted = [
-        oracle.dense_counts(part, rows, rows, config.num_kv_heads, is_causal=True, batch=batch) for part in parts
-    ]
-    counts, zero_pad_keys = (torch.stack(several).sum(0) for several in zip(*counted, strict=True))
-    return counts, zero_pad_keys
-
-
-def dense_model(config: LongNetConfig, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """The model written out: the dense oracle, complex rotations, no module of ours."""
-    batch, rows = ids.shape
-    width = config.embed_dim // config.num_heads
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-    def turn(x: Tensor) -> Tensor:
-        pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :])
-        speed = config.rope_theta ** -(2 * torch.arange(width // 2).double() / width)
-        angles = torch.arange(rows).double()[:, None] * speed
-        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    x = weights["embedding.weight"][ids] * math.sqrt(config.embed_dim)
-    for layer in range(config.num_layers):
-        name = f"blocks.{layer}"
-        normed = norm(x, f"{name}.attention_layernorm")
-        q, k, v = (
-            (normed @ weights[f"{name}.attention.{one}_proj.weight"].T).reshape(batch, rows, -1, width) for one in "qkv"
-        )
-        if config.shifted_keys:
-            k = functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :rows]
-        counts, zero_pad_keys = layer_counts(config, layer, batch, rows)
-        out, _ = oracle.dense_attention(turn(q), turn(k), v, counts, zero_pad_keys, 1 / math.sqrt(width))
-        out = norm(out.reshape(batch, rows, -1), f"{name}.attention.inner_layernorm")
-        x = x + out @ weights[f"{name}.attention.out_proj.weight"].T
-        inner = norm(x, f"{name}.feed_forward_layernorm") @ weights[f"{name}.feed_forward.in_proj.weight"].T
-        if config.activation == "swiglu":
-            gate, up = inner.chunk(2, dim=-1)
-            inner = gate * torch.sigmoid(gate) * up
-        else:
-            inner = functional.gelu(inner)
-        x = x + norm(inner, f"{name}.feed_forward.inner_layernorm") @ weights[f"{name}.feed_forward.out_proj.weight"].T
-    head = weights["embedding.weight" if config.tie_embeddings else "head.weight"]
-    return norm(x, "layernorm") @ head.T
 
 
 @pytest.mark.parametrize(
@@ -127,7 +66,9 @@ def test_the_model_equals_a_dense_rendering_of_it(make_model: Any, changes: dict
     model, ids = make_model(**changes), tokens(2, 61)
     for parameter in model.parameters():  # LayerNorms start at one and zero, which would hide a swapped pair
         parameter.data += 0.1 * torch.randn_like(parameter)
-    expected = dense_model(model.config, dict(model.named_parameters()), ids)
+    dense = Dense(model.config, dict(model.named_parameters()))
+    head = dense.weight("embedding.weight" if model.config.tie_embeddings else "head.weight")
+    expected = dense.states(dense.embedded(ids), is_causal=True) @ head.T
     actual = model(ids)
     torch.testing.assert_close(actual, expected, atol=1e-11, rtol=0)
     gradients = torch.autograd.grad(actual.square().sum(), list(model.parameters()))
@@ -213,7 +154,7 @@ def test_every_so_manieth_block_is_computed_again_and_the_gradients_stay(make_mo
     assert computed == [5, 3, 5, 3, 5]
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_training_forward_compiles_as_one_graph(make_model: Any, gradient_checkpointing: bool) -> None:
     torch.compiler.reset()
     model = make_model(gradient_checkpointing=gradient_checkpointing, shifted_keys=True).train()

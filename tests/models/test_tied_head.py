@@ -13,24 +13,14 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.models import (
     LongNetCausalLMConfig,
-    LongNetConfig,
     LongNetEncoderDecoder,
     LongNetForCausalLM,
     LongNetLM,
 )
 from dilated_attention_pytorch.nn import MultiheadPatternAttention
+from models.wrapping import IDS, config
 
-CONFIG = LongNetConfig(
-    vocab_size=29,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_dim=24,
-    segment_lengths=[8, 16],
-    dilation_rates=[1, 2],
-)
-IDS = torch.arange(34).reshape(2, 17) % 29
+CONFIG = config()
 
 
 def on_meta() -> LongNetLM:

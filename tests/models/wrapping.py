@@ -296,20 +296,3 @@ WAYS: dict[str, Callable[[Case], tuple[Tensor, Tensor]]] = {
     "quantize_dynamic": quantize_dynamic,
     "prune": pruned,
 }
-
-
-def table() -> dict[str, dict[str, str]]:
-    """For each case and way: "equal", or what happens instead."""
-    rows: dict[str, dict[str, str]] = {}
-    for name, case in CASES.items():
-        row = {"hooks": "equal" if not (quiet := silent(case)) else f"silent: {quiet}"}
-        for way, move in WAYS.items():
-            try:
-                found, expected = move(case)
-            except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
-                row[way] = f"{type(error).__name__}: {str(error)[:90]}"
-                continue
-            difference = float((found - expected).abs().max())
-            row[way] = "equal" if difference < 1e-5 else f"off by {difference:.2g}"
-        rows[name] = row
-    return rows

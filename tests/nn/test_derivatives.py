@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
 from dilated_attention_pytorch import MultiheadDilatedAttention
-from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
+from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention, DilatedAttention
 from dilated_attention_pytorch.patterns import local_window
+from models.wrapping import config
 
 # PyTorch scripts functions of its own when first asked for a tangent.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -57,19 +58,9 @@ def adaptive() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
 def model() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """With rows that begin and end with padding, which are computed run by run."""
-    config = LongNetConfig(
-        vocab_size=13,
-        embed_dim=16,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_dim=17,
-        segment_lengths=[5, 16],
-        dilation_rates=[1, 3],
-    )
-    ids, mask = torch.randint(13, (2, 19)), torch.ones(2, 19, dtype=torch.bool)
+    ids, mask = torch.randint(29, (2, 19)), torch.ones(2, 19, dtype=torch.bool)
     mask[1, :6] = False
-    return LongNetLM(config).double(), lambda m: m(ids, attention_mask=mask)[mask]
+    return LongNetLM(config()).double(), lambda m: m(ids, attention_mask=mask)[mask]
 
 
 CASES = {

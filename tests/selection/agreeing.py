@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.parallel import RankFailure
@@ -28,22 +28,12 @@ def of_rank(rank: int) -> tuple[Hardware, Profile]:
     return hardware, Profile((Rates("float32", True, seconds),))
 
 
-def choices() -> tuple[list[DilatedPattern], int, str]:
+def choices(mesh: DeviceMesh | None = None) -> tuple[list[DilatedPattern], int, str]:
     """What this rank chooses for some shapes, the memory it plans with, and whose machine it thinks of."""
     hardware, profile = of_rank(dist.get_rank())
-    selector = agreed_selector(CONFIG, hardware=hardware, profile=profile)
-    agreed = selector.machine("cpu")[0]
-    # Memory differs between calls of this function by chance, as it does between ranks: nothing is read any more.
-    patterns = [selector.select(rows, 2, 8, 64, torch.float32, "cpu") for rows in (100, 3000, 20000)]
-    return patterns, agreed.free_bytes, agreed.name
-
-
-def choices_on_two_axes() -> tuple[list[DilatedPattern], int, str]:
-    """The same on a mesh of two dimensions (of one rank each way for one of them)."""
-    hardware, profile = of_rank(dist.get_rank())
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
     selector = agreed_selector(CONFIG, mesh=mesh, hardware=hardware, profile=profile)
     agreed = selector.machine("cpu")[0]
+    # Memory differs between calls of this function by chance, as it does between ranks: nothing is read any more.
     patterns = [selector.select(rows, 2, 8, 64, torch.float32, "cpu") for rows in (100, 3000, 20000)]
     return patterns, agreed.free_bytes, agreed.name
 
@@ -61,4 +51,5 @@ def refusal_of_other_policies() -> str:
 
 def everything() -> dict[str, Any]:
     """All of it, in one start of the processes; what fails comes last."""
-    return {"one axis": choices(), "two axes": choices_on_two_axes(), "refusal": refusal_of_other_policies()}
+    two_axes = init_device_mesh("cpu", (1, dist.get_world_size()))
+    return {"one axis": choices(), "two axes": choices(two_axes), "refusal": refusal_of_other_policies()}

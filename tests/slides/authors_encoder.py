@@ -84,7 +84,7 @@ class AuthorsSlideEncoder(nn.Module):
         layers: int,
         heads: int,
         inner: int,
-        grid_size: int = 1000,
+        grid_size: int = 128,
         global_pool: bool = False,
     ) -> None:
         super().__init__()

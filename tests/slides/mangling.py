@@ -1,20 +1,16 @@
 """Slides and checkpoints mangled at random: each is embedded as it is, or refused in a sentence; nothing hangs or ends.
 
-    PYTHONPATH=tests python -m slides.mangling --trials 2000 --seed 0
-
-Every process takes a batch of trials. A trial mangles one whole file and embeds it beside a whole slide, or loads it as
-a checkpoint. What must be refused and was not is a wrong result, and so is another embedding of the whole slide.
+A trial mangles one whole file and embeds it beside a whole slide, or loads it as a checkpoint.
+What must be refused and was not is a wrong result, and so is another embedding of the whole slide.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -35,7 +31,7 @@ from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits
 from slides.made_slides import SIZE, WIDTH, checkpoint, tiles_of, write_hdf5
 
-_SECONDS, _BATCH = 60, 100
+_SECONDS = 60
 Values = dict[str, Any]
 
 
@@ -297,27 +293,3 @@ def _embedded(embedder: Embedder, path: Path, out: Path, result: Tensor | None) 
     with h5py.File(out / f"{path.stem}.h5") as file:
         finite = bool(torch.from_numpy(file["layers"][()]).isfinite().all())
     return "taken" if finite else "wrong", embedding
-
-
-def main() -> None:
-    """Run the trials, or one batch of them, and print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", action="store_true", help="run in this process")
-    words = parser.parse_args()
-    if words.batch:
-        print(json.dumps(run_batch(words.seed, words.trials)))
-        return
-    counts = collections.Counter[str]()
-    for first in range(0, words.trials, _BATCH):
-        number = min(_BATCH, words.trials - first)
-        command = [sys.executable, "-m", "slides.mangling", "--batch", "--trials", number, "--seed", words.seed + first]
-        done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=False)
-        counts.update(json.loads(done.stdout) if done.returncode == 0 else {f"ended with {done.returncode}": 1})
-    for outcome, number in sorted(counts.items()):
-        print(f"{number:6,} {outcome}")
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,7 @@ SMALL = {"features": 19, "width": 32, "layers": 3, "heads": 16, "inner": 52}
 RELEASED = {"features": 1536, "width": 768, "layers": 12, "heads": 16, "inner": 3072}
 
 
-def slide(tiles: int, width: int, seed: int = 0, side: int = 1000) -> tuple[Tensor, Tensor]:
+def slide(tiles: int, width: int, seed: int = 0, side: int = 128) -> tuple[Tensor, Tensor]:
     """Features, float64, and corners, int64, of different tiles in no order; corners lie anywhere in their tiles."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(1, tiles, width, generator=generator, dtype=torch.float64)
@@ -67,7 +67,7 @@ def largest_difference(theirs: AuthorsSlideEncoder, features: Tensor, coordinate
 
 @pytest.mark.parametrize(
     ("tiles", "layers", "global_pool"),
-    [(1, 3, False), (1, 3, True), (17, 3, False), (17, 3, True), (1025, 2, False), (1025, 2, True), (5000, 1, False)],
+    [(1, 3, False), (1, 3, True), (17, 3, False), (17, 3, True), (1025, 2, False), (1025, 2, True), (2300, 1, False)],
 )
 def test_it_equals_the_authors_encoder_in_every_layer(tiles: int, layers: int, global_pool: bool) -> None:
     theirs = AuthorsSlideEncoder(**{**SMALL, "layers": layers}, global_pool=global_pool).draw(seed=tiles)
@@ -164,7 +164,7 @@ def test_where_a_tile_lies_on_its_grid_changes_the_slide_and_where_in_its_tile_d
     features, coordinates = slide(40, 19)
     with torch.no_grad():
         first = encoder(features, coordinates).embedding
-        in_tiles = encoder(features, tile_grid(coordinates, 256, 1000), tile_size=1).embedding
+        in_tiles = encoder(features, tile_grid(coordinates, 256, 128), tile_size=1).embedding
         as_floats = encoder(features, coordinates.double() + 0.25).embedding
         swapped = encoder(features, coordinates.flip(-1)).embedding
     assert torch.equal(in_tiles, first)
@@ -436,7 +436,6 @@ def test_it_is_one_graph_that_names_a_tile_outside_the_grid_and_is_saved_as_a_pr
     assert ended.returncode == 1
     assert "resolve torch.ops.dilated_attention_pytorch.attend" in ended.stderr
     assert "Please import" in ended.stderr
-    subprocess.run([sys.executable, "-c", f"import dilated_attention_pytorch; {alone}"], check=True)
 
 
 def test_onnx_refuses_the_operator_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,10 +136,3 @@ def run_as_rank(page: Path) -> None:
     torch.set_num_threads(1)
     run(page)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    # Run in a separate process: see test_pages.py.
-    for word in sys.argv[1:]:
-        print(f"running {word}", flush=True)
-        run_as_rank(Path(word))

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import dilated_attention_pytorch
 
@@ -53,6 +55,47 @@ def run_whole(
             end_whole(process)
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+class Fork(NamedTuple):
+    """A process that was forked from this one, and what it writes."""
+
+    pid: int
+    stdout: IO[str]
+    stderr: IO[str]
+
+    def ended(self) -> subprocess.CompletedProcess[str]:
+        """Its exit code and what it wrote, at its end."""
+        with self.stdout, self.stderr:
+            out, err = self.stdout.read(), self.stderr.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return subprocess.CompletedProcess([], code, out, err)
+
+
+def fork(function: Callable[[], Any]) -> Fork:
+    """Run a function in a fork of this process, which has imported what it needs; it ends as a program would."""
+    (out, of_out), (err, of_err) = os.pipe(), os.pipe()
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            os.dup2(of_out, 1)
+            os.dup2(of_err, 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            # A shell that starts the tests in the background has them ignore it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            function()
+            code = 0
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else 1
+        except BaseException:  # noqa: BLE001 - the process ends here, whatever happened
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(of_out)
+    os.close(of_err)
+    return Fork(pid, open(out), open(err))
 
 
 def end_whole(process: subprocess.Popen[str]) -> None:

@@ -6,6 +6,7 @@ from those rows alone, and the expected values use nothing that a contestant com
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .shapes import Case, Computes
@@ -66,20 +68,15 @@ def _nan_last(value: float) -> float:
 
 
 def row_counts(case: Case, row: int, kv_head: int, computes: Computes, device: torch.device) -> Tensor:
-    """``c[row, t]`` for every key position t, from the definition (docs/definition.md): float64 ``[rows]``."""
-    t = torch.arange(case.rows, device=device)
-    counts = torch.full((case.rows,), float(computes == "dense"), dtype=torch.float64, device=device)
-    if computes == "pattern" and case.block_density is not None:
-        seen = case.block_mask()[kv_head, row // case.block_size].to(device)
-        counts += seen[t // case.block_size]
-    elif computes == "pattern":
-        for w, r in zip(case.segment_lengths, case.dilation_rates, strict=True):
-            offset = kv_head % r if case.offset_rule == "modulo" else kv_head // math.ceil(case.kv_heads / r)
-            if row % w % r == offset:
-                counts += (t // w == row // w) & (t % w % r == offset)
-    if case.causal:
-        counts[row + 1 :] = 0
-    return counts
+    """``c[row, t]`` for every key position t, straight from the definition: float64 ``[rows]``."""
+    query, keys = torch.tensor([row], device=device), torch.arange(case.rows, device=device)
+    own = _pattern_of(case, computes).for_heads([kv_head], case.kv_heads)
+    return own.counts(query, keys, 1, is_causal=case.causal)[0, 0].double()
+
+
+@functools.lru_cache(maxsize=4)
+def _pattern_of(case: Case, computes: Computes) -> Pattern:
+    return DilatedPattern([case.rows], [1]) if computes == "dense" else case.pattern
 
 
 def draw_samples(case: Case) -> list[SampledRow]:

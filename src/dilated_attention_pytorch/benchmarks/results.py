@@ -69,22 +69,10 @@ class Row:
         first, _, third = _quartiles(self.samples)
         return third - first
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """Names of the case and the contestant."""
-        return self.case.name, self.contestant
-
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable values, including statistics of the samples."""
-        values = {**asdict(self), "name": self.case.name}
-        if self.status == "timed":
-            values |= {
-                "median_seconds": self.seconds,
-                "interquartile_seconds": self.spread,
-                "flops_per_second": self.flops / self.seconds,
-                "host_seconds": self.host_seconds,
-            }
-        return values
+        """JSON-serialisable values, including the median of the samples."""
+        median = {"median_seconds": self.seconds} if self.status == "timed" else {}
+        return {**asdict(self), "name": self.case.name, **median}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Row:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import set_threads
+from dilated_attention_pytorch.machine import choose_device, set_threads
 from dilated_attention_pytorch.memory import check_memory
 from dilated_attention_pytorch.output import check_free_folder, make_output
 from dilated_attention_pytorch.terminal import plain_console
@@ -26,7 +26,7 @@ from .measure import OUT_OF_TIME, Budget, DeviceLostError, measure_case
 from .presets import PRESETS, planned_cases
 from .report import print_absences, print_page, print_series
 from .results import FORMAT, Row, origin, write_json
-from .settings import BenchSettings, Device
+from .settings import BenchSettings
 from .shapes import Case
 
 RESULTS_NAME, PAGE_NAME = "bench.json", "page.md"
@@ -78,7 +78,7 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
     Raises:
         RunError: the machine or the files do not allow the settings. Nothing was timed or written.
     """
-    device = choose_device(settings.device)
+    device = torch.device(choose_device(settings.device))
     name = ("gpu" if device.type == "cuda" else "cpu") if settings.preset == "auto" else settings.preset
     preset, output = PRESETS[name], settings.output or Path(f"runs/bench-{name}")
     cases = planned_cases(settings, preset)
@@ -100,7 +100,8 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
         is_dry=settings.dry_run,
     )
     contestants = find_contestants(settings.contestants, device)
-    print_plan(cases, {row.key for row in outcome.rows}, contestants, device, time_limit, console)
+    sentence = f"{len(cases)} cases; no call starts after {time_limit:.0f} s; --resume continues with what is left\n"
+    console.print(sentence, soft_wrap=True)
     _time_cases(outcome, cases, contestants, Clock(device), budget, console)
     outcome.seconds = before + time.monotonic() - started
     outcome.is_complete = all(row.reason != OUT_OF_TIME for row in outcome.rows)
@@ -143,22 +144,6 @@ def rows_to_keep(file: Path, machine: Mapping[str, Any], settings: BenchSettings
             )
     rows = [Row.from_dict(row) for row in values["rows"] if row["reason"] != OUT_OF_TIME]
     return rows, float(values["seconds"])
-
-
-def print_plan(
-    cases: Mapping[Case, Sequence[str]],
-    kept: set[tuple[str, str]],
-    contestants: Sequence[Contestant],
-    device: torch.device,
-    time_limit: float,
-    console: Console,
-) -> None:
-    """Print the cases in their order, each with the number of contestants that are still to be timed in it."""
-    for number, (case, without) in enumerate(cases.items(), 1):
-        names = [one.name for one in contestants if one.name not in without and one.refusal(case, device) is None]
-        left = sum((case.name, name) not in kept for name in names)
-        console.print(f"{number:3}  {left} to time: {case.name}", soft_wrap=True)
-    console.print(f"no call starts after {time_limit:.0f} s; --resume continues with what is left\n", soft_wrap=True)
 
 
 def _time_cases(
@@ -230,18 +215,3 @@ def check_case_memory(cases: Sequence[Case], device: torch.device) -> None:
         what=f"{largest.name}",
         remedy="take fewer --rows, a smaller --batch, or a narrower head",
     )
-
-
-def choose_device(device: Device) -> torch.device:
-    """The device to compute on.
-
-    Raises:
-        RunError: the requested device is not available.
-    """
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise RunError(
-            "--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a PyTorch built for CUDA "
-            "and its driver (`dilated-attention info` shows what is there)"
-        )
-    return torch.device("cuda" if available and device != "cpu" else "cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from dataclasses import dataclass
@@ -34,7 +33,4 @@ class Bench(BenchSettings):
         from dilated_attention_pytorch.benchmarks.run import run
         from dilated_attention_pytorch.terminal import plain_console
 
-        settings = BenchSettings(
-            **{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(BenchSettings)}
-        )
-        run(settings, plain_console(width=150), shlex.join(["dilated-attention", *sys.argv[1:]]))
+        run(self, plain_console(width=150), shlex.join(["dilated-attention", *sys.argv[1:]]))

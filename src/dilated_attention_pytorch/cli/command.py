@@ -80,6 +80,7 @@ _REMOVED: Mapping[str, Mapping[str, str]] = {
         ),
         _OF_A_CALL,
     ),
+    "plan": {"--html": "the plan is printed, and --output writes it as JSON; leave it out"},
 }
 """By command, flags that earlier versions had, with what to use instead."""
 _TYRO = (tyro.conf.FlagCreatePairsOff,)

@@ -42,12 +42,13 @@ class Generate(SampleSettings):
         Raises:
             RunError: the folder holds no loadable model, or the prompt is not text.
         """
+        from dilated_attention_pytorch.machine import choose_device
         from dilated_attention_pytorch.training import preflight
         from dilated_attention_pytorch.training.data.run_data import tokenizer_of
         from dilated_attention_pytorch.training.trained_model import load_model, model_folder
 
         preflight.check_packages("generating")
-        device = preflight.choose_device(self.device)
+        device = choose_device(self.device)
         if self.weights != "stored":
             import_torchao(f"--weights {self.weights}")
         folder, left = model_folder(self.run)

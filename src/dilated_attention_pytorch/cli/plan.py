@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 import tyro
 
@@ -16,7 +16,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.run_settings import LONGEST_TEXT
 
-from .plan_words import MEASURED_SPEED, devices, print_plan, sentences
+from .plan_words import MEASURED_SPEED, print_plan
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.estimate.pretrained import PretrainedRun
     from dilated_attention_pytorch.estimate.run import Purpose
 
+_Answer = tuple[str, Any, list[str]]
+"""An answer's name, its JSON value, and lines of text."""
+_Planned: TypeAlias = "tuple[MemoryPlan, Device, dict[str, Any], Iterator[_Answer]]"
+"""A plan, where, the settings as JSON, and the answers."""
 _HERE = "here"
 _OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
 """Settings of a run that a plan of a model of transformers reads; of ``model``, gradient_checkpointing."""
@@ -63,9 +67,8 @@ class PlanCommand(TrainSettings):
     pattern: str = ""
     """Attention pattern of that model, in the syntax of `dilated-attention show`."""
     hardware: str = "H100 SXM"
-    """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, measured in at
-    most two minutes (products, attention, small steps of the model, and sums over two processes). Measurements
-    are kept."""
+    """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, for one process,
+    measured in at most two minutes (products, attention, and small steps of the model). Measurements are kept."""
     link: str = ""
     """Link between the devices; empty: the one that the data sheet names."""
     processes: int = 1
@@ -82,36 +85,49 @@ class PlanCommand(TrainSettings):
     """Also find the largest model of this shape that fits."""
     changes: bool = False
     """Also show the three changes that would help most."""
-    html: Path | None = None
-    """HTML page to write, with charts for other lengths and numbers of devices. Default: none."""
     output: Path | None = None
     """JSON file to write. Default: none."""
 
     def run_command(self) -> None:
-        """Print the plan and write the files.
+        """Print the plan and write the file.
 
         Raises:
             RunError: an unknown device, settings that do not fit the number of processes, or a file that cannot be
                 written.
         """
-        from dilated_attention_pytorch.machine import require
-        from dilated_attention_pytorch.output import check_new_file
+        from dilated_attention_pytorch.output import check_new_file, write_text
+        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training import preflight
 
-        for flag, file in (("--output", self.output), ("--html", self.html)):
-            if file is not None:
-                check_new_file(file, flag)
-        if self.html is not None:
-            require("--html", ("plotly",), "report")
-            if self.output is not None and self.html.resolve() == self.output.resolve():
-                raise RunError(f"--output and --html must be two files, got {self.html} for both")
+        if self.output is not None:
+            check_new_file(self.output, "--output")
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
-        if self.pretrained is not None:
-            self._plan_pretrained(self.pretrained)
-        else:
-            self._plan_longnet()
+        from dilated_attention_pytorch.estimate import RunPlan
+
+        pretrained = self.pretrained
+        plan, device, settings, answers = (
+            self._plan_longnet() if pretrained is None else self._plan_pretrained(pretrained)
+        )
+        print_plan(plan, device, self.processes)
+        console, values = plain_console(), dict[str, Any]()
+        for name, value, lines in answers:
+            values[name] = value
+            console.print("\n".join(lines), soft_wrap=True)
+        if self.output is not None:
+            written = {
+                "hardware": device.sheet.name,
+                "processes": self.processes,
+                "settings": settings,
+                **dataclasses.asdict(plan),
+                "total_bytes": plan.footprint.total,
+                "fits": plan.fits,
+                "bounded_by": plan.bounded_by if isinstance(plan, RunPlan) else None,
+                "longest_context_length": None,
+                **values,
+            }
+            write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 
     def _check_flags(self) -> None:
         if self.processes < 1:
@@ -174,7 +190,7 @@ class PlanCommand(TrainSettings):
     def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
         """This machine's measured rates, and the settings with the precision it computes in."""
         from dilated_attention_pytorch.estimate import Device, measure_here
-        from dilated_attention_pytorch.machine import set_threads
+        from dilated_attention_pytorch.machine import choose_device, set_threads
         from dilated_attention_pytorch.training import preflight
 
         if self.purpose == "generation":
@@ -184,24 +200,30 @@ class PlanCommand(TrainSettings):
             )
         if self.purpose == "forward":
             raise RunError(f"--hardware {_HERE} predicts training steps; name a device with --for forward")
+        if self.processes > 1:
+            raise RunError(
+                f"--hardware {_HERE} measures steps of one process, got --processes {self.processes}; name a device, "
+                "whose data sheet is read"
+            )
         if self.link:
-            raise RunError(f"--hardware {_HERE} measures what its processes exchange; leave --link {self.link} out")
+            raise RunError(
+                f"--hardware {_HERE} measures one process, which sends nothing; leave --link {self.link} out"
+            )
         named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
         if named:
             raise RunError(f"{named[0]} is for a device by its name; leave it out with --hardware {_HERE}")
-        kind = preflight.choose_device(settings.device)
+        kind = choose_device(settings.device)
         settings = dataclasses.replace(
             settings,
             threads=set_threads(settings.threads),
             precision=preflight.choose_precision(settings.precision, kind),
         )
-        preflight.check_processes(settings, self.processes, launch="take --processes {}")
-        here = measure_here(settings, self.processes, kind)
+        preflight.check_processes(settings, 1, launch="name a device, and plan for {0} processes (--processes {0})")
+        here = measure_here(settings, kind)
         return settings, Device(sheet=here.sheet, here=here, price_per_hour=self.price_per_hour or None)
 
-    def _plan_longnet(self) -> None:
+    def _plan_longnet(self) -> _Planned:
         from dilated_attention_pytorch.estimate import plan_generation, plan_run
-        from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training.data.run_data import read_tokenizer
 
         settings = settings_of(self)
@@ -213,20 +235,12 @@ class PlanCommand(TrainSettings):
         generation = self._generation()
         if generation is not None:
             memory = plan_generation(settings, self.processes, device.sheet, generation)
-            print_plan(memory, device, self.processes)
-            self._write(memory, device, settings.to_dict())
-            return
+            return memory, device, settings.to_dict(), iter(())
         plan = plan_run(settings, self.processes, device, purpose=cast("Purpose", self.purpose))
-        print_plan(plan, device, self.processes)
-        console, answers, values = plain_console(), list[str](), dict[str, Any]()
-        for name, value, lines in self._answers(settings, device, plan):
-            values[name] = value
-            answers += lines
-            console.print("\n".join(lines), soft_wrap=True)
-        self._write(plan, device, settings.to_dict(), settings, answers, values)
+        return plan, device, settings.to_dict(), self._answers(settings, device, plan)
 
-    def _answers(self, settings: TrainSettings, device: Device, plan: RunPlan) -> Iterator[tuple[str, Any, list[str]]]:
-        """Answers to the inverse questions that were asked: a name, a JSON value, and lines of text."""
+    def _answers(self, settings: TrainSettings, device: Device, plan: RunPlan) -> Iterator[_Answer]:
+        """Answers to the inverse questions that were asked."""
         from dilated_attention_pytorch import estimate
 
         if self.longest:
@@ -252,7 +266,7 @@ class PlanCommand(TrainSettings):
             lines = [heading, *(f"  {change.describe()}" for change in helping)]
             yield "changes", [change.values() for change in helping], lines
 
-    def _plan_pretrained(self, path: Path) -> None:
+    def _plan_pretrained(self, path: Path) -> _Planned:
         from dilated_attention_pytorch.estimate.pretrained import plan_pretrained, plan_pretrained_generation
 
         if self.hardware.strip().lower() == _HERE:
@@ -268,7 +282,6 @@ class PlanCommand(TrainSettings):
             plan = plan_pretrained(run, device, purpose=cast("Purpose", self.purpose))
         else:
             plan = plan_pretrained_generation(run, device.sheet, generation)
-        print_plan(plan, device, 1)
         settings = {
             "model": str(path),
             "pattern": self.pattern,
@@ -277,7 +290,7 @@ class PlanCommand(TrainSettings):
             "precision": run.precision,
             "optimizer": run.optimizer,
         }
-        self._write(plan, device, settings)
+        return plan, device, settings, iter(())
 
     def _check_pretrained_flags(self) -> None:
         """Raise :class:`RunError` if a flag of a LongNet is given that a plan of another model does not read."""
@@ -322,41 +335,6 @@ class PlanCommand(TrainSettings):
             optimizer="adamw" if self.optimizer == "muon" else self.optimizer,
             gradient_checkpointing=self.model.gradient_checkpointing,
         )
-
-    def _write(
-        self,
-        plan: MemoryPlan,
-        device: Device,
-        settings: dict[str, Any],
-        trained: TrainSettings | None = None,
-        answers: Sequence[str] = (),
-        values: Mapping[str, Any] | None = None,
-    ) -> None:
-        from dilated_attention_pytorch.estimate import RunPlan
-        from dilated_attention_pytorch.estimate.page import page, pictures_of
-        from dilated_attention_pytorch.output import write_text
-
-        pictures = None
-        if self.html is not None and trained is not None and self.purpose == "training":
-            pictures = pictures_of(trained, self.processes, dataclasses.replace(device, here=None))
-        if self.html is not None:
-            title = f"A run on {devices(device, self.processes)}"
-            words = [*sentences(plan), *answers]
-            write_text(self.html, "".join(page(title, plan, words, settings, pictures)))
-        if self.output is not None:
-            written = {
-                "hardware": device.sheet.name,
-                "processes": self.processes,
-                "settings": settings,
-                **dataclasses.asdict(plan),
-                "total_bytes": plan.footprint.total,
-                "fits": plan.fits,
-                "bounded_by": plan.bounded_by if isinstance(plan, RunPlan) else None,
-                "longest_context_length": None,
-                **(values or {}),
-                "pictures": None if pictures is None else dataclasses.asdict(pictures),
-            }
-            write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
 
 
 def defaults_of_plan(argv: Sequence[str]) -> PlanCommand:

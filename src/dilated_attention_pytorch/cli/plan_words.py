@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.memory import in_bytes
@@ -10,14 +10,31 @@ from dilated_attention_pytorch.memory import in_bytes
 if TYPE_CHECKING:
     from dilated_attention_pytorch.estimate import Device, MemoryPlan
 
+_PARTS: Mapping[str, str] = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "temporaries": "temporaries",
+    "attention": "attention itself",
+    "exchange": "exchange",
+    "cache": "key/value cache",
+}
+"""Labels of the parts of memory."""
+_SECONDS: Mapping[str, str] = {
+    "products": "matrix products",
+    "attention": "attention",
+    "rest": "norms, activations, loss, copies, waiting",
+    "optimizer": "optimizer",
+    "exchange": "exchange",
+    "overlapped": "of it hidden",
+    "host": "host",
+}
+"""Labels of the parts of a step's time."""
 _UNITS = {"training": "a step", "forward": "a forward pass", "generation": "the generation"}
 MEASURED_SPEED = "time `dilated-attention generate` on a run folder, or models.generate on a model of this shape"
 """How to measure the speed of a generation, which is not predicted."""
-
-
-def devices(device: Device, processes: int) -> str:
-    """Number and name of the devices."""
-    return f"{processes} x {device.sheet.name}" if processes > 1 else device.sheet.name
 
 
 def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
@@ -25,14 +42,14 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
     from rich.table import Table
 
     from dilated_attention_pytorch.estimate import RunPlan
-    from dilated_attention_pytorch.estimate.page import PARTS, SECONDS
     from dilated_attention_pytorch.terminal import plain_console
 
     console = plain_console()
-    unit = _UNITS[plan.purpose]
-    table = Table(f"memory of a process at the peak of {unit}", "", title=devices(device, processes))
+    unit, name = _UNITS[plan.purpose], device.sheet.name
+    devices = f"{processes} x {name}" if processes > 1 else name
+    table = Table(f"memory of a process at the peak of {unit}", "", title=devices)
     table.title_justify = "left"
-    for name, words in PARTS.items():
+    for name, words in _PARTS.items():
         if getattr(plan.footprint, name) or (plan.purpose == "training" and name != "cache"):
             table.add_row(words, in_bytes(getattr(plan.footprint, name)))
     table.add_section()
@@ -41,20 +58,19 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
     console.print(table)
     if isinstance(plan, RunPlan):
         times = Table(f"seconds of {unit}{', at least' if plan.seconds.is_bound else ', predicted'}", "")
-        for name, words in SECONDS.items():
+        for name, words in _SECONDS.items():
             if getattr(plan.seconds, name):
                 times.add_row(words, f"{getattr(plan.seconds, name):.3g}")
         times.add_section()
         times.add_row("all", f"{plan.seconds.total:.3g}")
         console.print(times)
-    for sentence in sentences(plan):
+    for sentence in _sentences(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def sentences(plan: MemoryPlan) -> Iterator[str]:
+def _sentences(plan: MemoryPlan) -> Iterator[str]:
     """Sentences about what follows from the tables."""
     from dilated_attention_pytorch.estimate import RunPlan
-    from dilated_attention_pytorch.estimate.page import SECONDS
 
     left = plan.memory_bytes - plan.footprint.total
     yield f"fits, with {in_bytes(left)} left" if plan.fits else f"does not fit: {in_bytes(-left)} are missing"
@@ -71,7 +87,7 @@ def sentences(plan: MemoryPlan) -> Iterator[str]:
             f"lower bound: at the data sheet's rates {unit} takes {plan.seconds.total:.3g} s; real ones reach a part "
             "of those rates only"
         )
-    yield f"what bounds it: {SECONDS.get(plan.bounded_by, plan.bounded_by)}"
+    yield f"what bounds it: {_SECONDS.get(plan.bounded_by, plan.bounded_by)}"
     rates, at_most = plan.rates, "at most " if plan.seconds.is_bound else ""
     yield f"{at_most}{rates.tokens_per_second:,.4g} tokens a second, model FLOP utilisation {rates.utilisation:.1%}"
     least = "at least " if plan.seconds.is_bound else ""
@@ -80,7 +96,4 @@ def sentences(plan: MemoryPlan) -> Iterator[str]:
     if rates.price_per_million_tokens is not None:
         yield f"{least}{rates.price_per_million_tokens:.3g} for a million tokens, at the price that was given"
     for sent in plan.exchanges:
-        yield (
-            f"{in_bytes(sent.bytes)} of {sent.name} sent by the process that sends most, in about {sent.messages:,} "
-            "messages"
-        )
+        yield f"{in_bytes(sent.bytes)} of {sent.name} sent by the process that sends most"

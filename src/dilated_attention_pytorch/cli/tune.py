@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dilated_attention_pytorch.machine import require, set_threads
+from dilated_attention_pytorch.machine import choose_device, require, set_threads
 from dilated_attention_pytorch.training.run_settings import Device
 
 if TYPE_CHECKING:
@@ -73,14 +73,13 @@ class Tune:
         import torch
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from dilated_attention_pytorch.benchmarks.run import choose_device
         from dilated_attention_pytorch.output import check_makeable, check_new_file, make_output
         from dilated_attention_pytorch.selection import read_hardware, tuning
         from dilated_attention_pytorch.selection.profile import load_profile, store_profile
         from dilated_attention_pytorch.terminal import plain_console
 
         console = plain_console(width=120)
-        device = choose_device(self.device)
+        device = torch.device(choose_device(self.device))
         set_threads(self.threads)
         hardware = read_hardware(device)
         names = list(dict.fromkeys(self.dtypes))

@@ -42,27 +42,14 @@ __all__ = [
     "plan_run",
 ]
 
-_ON_FIRST_USE = {
-    "generation": ("Generation", "generation_footprint"),
-    "measure": ("Here", "measure_here"),
-    "memory": ("Footprint", "evaluation_footprint", "footprint"),
-    "run": ("Device", "MemoryPlan", "RunPlan", "plan_generation", "plan_run"),
-    "solve": (
-        "Change",
-        "LargestModel",
-        "Mesh",
-        "changes_that_help",
-        "fewest_processes",
-        "largest_model",
-        "longest_context",
-        "meshes",
-    ),
-}
-"""Names by module. Selection and attention over ranks need the estimates of a call alone, and no settings of runs."""
+_MODULES = ("memory", "generation", "measure", "run", "solve")
+"""Imported on first use: selection and attention over ranks need the estimates of a call alone, no settings of runs."""
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _ON_FIRST_USE.items():
-        if name in names:
-            return getattr(importlib.import_module(f".{module}", __name__), name)
+    if name in __all__:
+        for module in _MODULES:
+            values = vars(importlib.import_module(f".{module}", __name__))
+            if name in values:
+                return values[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,11 +40,6 @@ def rows_of_batch(settings: TrainSettings, processes: int = 1) -> int:
     return sum(count * -(-length // processes) for length, count in texts_of_batch(settings).items())
 
 
-def processes_of_a_batch(settings: TrainSettings) -> int:
-    """Number of processes that share the rows or the products of one batch."""
-    return settings.context_parallel * settings.tensor_parallel
-
-
 def heads_of(model: LongNetConfig) -> tuple[int, int]:
     """Key/value heads of a layer, and the width of a head."""
     assert model.num_kv_heads is not None

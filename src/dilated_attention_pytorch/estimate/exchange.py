@@ -1,4 +1,4 @@
-"""Communication between the processes of a run in a step: bytes and messages, by purpose."""
+"""Communication between the processes of a run in a step: bytes by purpose."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class SentBytes(NamedTuple):
     name: str
     """"weights and gradients", "rows" or "activations"."""
     bytes: int
-    messages: int
-    """Approximate number."""
 
 
 def exchanges(settings: TrainSettings, num_processes: int, *, is_training: bool = True) -> tuple[SentBytes, ...]:
@@ -51,7 +49,7 @@ def exchanges(settings: TrainSettings, num_processes: int, *, is_training: bool 
         sent = times * of_weights * (sharing_weights - 1) // sharing_weights
         if settings.data_parallel == "fsdp" and settings.tensor_parallel == 1:
             sent = settings.gradient_accumulation * _split_weights(settings.model, sharing_weights)
-        kinds.append(SentBytes("weights and gradients", sent, times * (sharing_weights - 1) * _tensors(settings)))
+        kinds.append(SentBytes("weights and gradients", sent))
     if settings.context_parallel > 1:
         kinds.append(_rows(settings, is_training=is_training))
     if settings.tensor_parallel > 1:
@@ -77,12 +75,6 @@ def _split_weights(model: LongNetConfig, p: int) -> int:
     return (p - 1) * (3 * model.num_layers * block + 2 * rest)
 
 
-def _tensors(settings: TrainSettings) -> int:
-    """Messages of one pass over all weights: one per gradient, or one per block where weights are split."""
-    layers = settings.model.num_layers
-    return layers + 1 if settings.data_parallel in ("fsdp", "zero3") else 12 * layers + 3
-
-
 def _estimate_of(settings: TrainSettings, layer: int) -> Estimate:
     """Cost of sending the rows of a layer's attention, with the strategy and layout that the run would choose."""
     model, tensor = settings.model, settings.tensor_parallel
@@ -106,7 +98,7 @@ def _estimate_of(settings: TrainSettings, layer: int) -> Estimate:
 
 
 def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
-    model, sent, messages = settings.model, 0, 0
+    model, sent = settings.model, 0
     again = recomputed_layers(model) if is_training else []
     of_pattern: dict[object, Estimate] = {}
     for layer in range(model.num_layers):
@@ -117,9 +109,8 @@ def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
         forward = 2 if layer in again else 1
         both = zip(one.forward_bytes, one.backward_bytes, strict=True)
         sent += max(forward * there + is_training * back for there, back in both)
-        messages += forward * one.messages + is_training * one.backward_messages
     batches = settings.gradient_accumulation if is_training else 1
-    return SentBytes("rows", batches * sent, batches * messages)
+    return SentBytes("rows", batches * sent)
 
 
 def _activations(settings: TrainSettings) -> SentBytes:
@@ -130,4 +121,4 @@ def _activations(settings: TrainSettings) -> SentBytes:
     sums = 4 * model.num_layers + 2 * len(recomputed_layers(model)) + 1
     of_sum = 2 * rows * model.embed_dim * element * (p - 1) // p
     logits = rows * model.vocab_size * element * (p - 1) // p
-    return SentBytes("activations", batches * (sums * of_sum + logits), batches * 2 * (p - 1) * (sums + 1))
+    return SentBytes("activations", batches * (sums * of_sum + logits))

@@ -1,7 +1,6 @@
-"""Measurements of this machine for steps of one kind, and the seconds of a step that follow from them.
+"""Measurements of this machine for steps of one process, and the seconds of a step that follow from them.
 
-A few small steps are measured, and products, attention and communication; other steps follow by layers, rows
-and pairs.
+A few small steps are measured, and products and attention; other steps follow by layers, rows and pairs.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,23 +25,15 @@ from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.selection.hardware import Hardware, read_hardware
 from dilated_attention_pytorch.selection.profile import identity, read_record, write_record
-from dilated_attention_pytorch.selection.tuning import call_of, fit_seconds
+from dilated_attention_pytorch.selection.tuning import call_of, fit_seconds, now
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.measures import matrix_product_rate
+from dilated_attention_pytorch.training.profiled_step import new_step
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import (
-    attention_of,
-    of_mesh,
-    processes_of_a_batch,
-    recomputed_layers,
-    rows_of_batch,
-    with_length,
-)
-from .exchange import SentBytes, exchanges
+from .batch import attention_of, of_mesh, recomputed_layers, rows_of_batch, with_length
 from .flops import pairs_of, step_work
 from .memory import footprint
-from .processes import exchange_rates, shared_step_seconds, step_seconds
 from .seconds import StepSeconds
 
 _FORMAT = "dilated-attention-pytorch measurements 1"
@@ -52,8 +42,7 @@ _MOST_SECONDS = 120.0
 _SECONDS_OF_A_STEP = 1.5
 """Time limit of the largest measured step, estimated from its operations."""
 _MOST_ROWS, _LONG, _LEAST_ROWS = 16384, 4096, 64
-_CALLS = 3
-_PROCESSES_OF_A_CORE = 4
+_CALLS = _STEPS = 3
 
 
 class StepPoint(NamedTuple):
@@ -75,65 +64,44 @@ class Here:
     kind: str
     """ "cpu" or "cuda"."""
     steps: str
-    """Digest of what the measurements are for: model shape except layers, precision, optimizer, and how processes share
-    a step."""
-    cores: int
-    threads: int
+    """Digest of what the measurements are for: model shape except layers, precision and optimizer."""
     points: tuple[StepPoint, ...]
     """Steps with two numbers of layers, each with two numbers of rows."""
-    product_rate: float
-    """Operations per second of matrix products."""
     attention: tuple[tuple[float, float], ...]
     """Seconds per row and per pair in a training step, for each pattern in the order of ``different_patterns``."""
     attention_forward: tuple[tuple[float, float], ...]
     """The same for the forward pass alone."""
-    exchange: tuple[float, float]
-    """Bytes per second and seconds per message; zeros if nothing is sent."""
 
-    def seconds(self, settings: TrainSettings, num_processes: int, sent: tuple[SentBytes, ...]) -> StepSeconds:
-        """Predicted seconds of a step.
+    def seconds(self, settings: TrainSettings) -> StepSeconds:
+        """Predicted seconds of a step of one process.
 
         All but attention is fitted to four measured steps of one batch, by layers, rows and their product, and scaled
         such that the nearest of those steps is met; attention follows from its own rows and pairs. Every batch takes as
-        long. Steps of several processes were measured including communication and waiting: communication is computed
-        from bytes and messages, and limited to the remaining time of the step. What is sent once a step is left out of
-        all batches but one.
+        long.
 
         Raises:
             RunError: the measurements are for other steps.
         """
-        if shape_of_steps(settings, num_processes) != self.steps:
+        if shape_of_steps(settings) != self.steps:
             raise RunError(
-                "this machine was measured for steps of another shape, precision or optimizer, or of other processes; "
-                "measure it"
+                "this machine was measured for steps of another shape, precision or optimizer; measure it for these"
             )
-        sharing, batches = processes_of_a_batch(settings), settings.gradient_accumulation
-        of_batch = dataclasses.replace(settings, gradient_accumulation=1)
-        layers, rows = settings.model.num_layers, rows_of(settings)
+        batches, layers, rows = settings.gradient_accumulation, settings.model.num_layers, rows_of_batch(settings)
         gradients = _bilinear(self.points, layers, rows, lambda point: point.gradients)
         gradients *= self._nearest(layers, rows)
         host = min(gradients, _bilinear(self.points, layers, 0, lambda point: point.gradients))
-        shared = max(1.0, num_processes * self.threads / self.cores)
-        work = step_work(of_batch).products / sharing
-        products = min(work / self.product_rate * shared, gradients - host)
-        sending = self._sending(sent if batches == 1 else exchanges(of_batch, num_processes))
-        exchange = min(sending, gradients - host - products)
-        attention = attention_seconds(settings, self.attention, self.attention_forward) * shared / sharing
+        products = min(step_work(settings).products / batches / self.sheet.flops[settings.precision], gradients - host)
+        attention = attention_seconds(settings, self.attention, self.attention_forward)
         return StepSeconds(
             products=batches * products,
             attention=batches * attention,
-            rest=batches * (gradients - host - products - exchange),
+            rest=batches * (gradients - host - products),
             optimizer=_bilinear(self.points, layers, 0, lambda point: point.optimizer),
             host=batches * host,
-            exchange=self._sending(sent) * exchange / sending if sending else 0.0,
+            exchange=0.0,
             overlapped=0.0,
             is_bound=False,
         )
-
-    def _sending(self, sent: tuple[SentBytes, ...]) -> float:
-        """Seconds of communication by bytes and messages."""
-        rate, message = self.exchange
-        return sum(one.bytes / rate + one.messages * message for one in sent)
 
     def _nearest(self, layers: float, rows: float) -> float:
         """Measured time of the nearest measured step, relative to its fitted time."""
@@ -171,18 +139,9 @@ def _bilinear(points: tuple[StepPoint, ...], layers: float, rows: float, of: Cal
     return a + b * layers + (c + d * layers) * rows
 
 
-def rows_of(settings: TrainSettings) -> float:
-    """Mean rows of a batch per process."""
-    return rows_of_batch(settings) / processes_of_a_batch(settings)
-
-
-def shape_of_steps(settings: TrainSettings, num_processes: int) -> str:
+def shape_of_steps(settings: TrainSettings) -> str:
     """Digest of all that determines the time of a step, except its layers and lengths."""
-    same = {**settings.model.to_dict(), "num_layers": 0}
-    values: list[Any] = [same, settings.precision, settings.optimizer]
-    if num_processes > 1:
-        names = ("data_parallel", "context_parallel", "heads_parallel", "tensor_parallel", "strategy", "layout")
-        values += [num_processes, *(getattr(settings, name) for name in names)]
+    values = [{**settings.model.to_dict(), "num_layers": 0}, settings.precision, settings.optimizer]
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
@@ -244,7 +203,6 @@ def _read(file: Path, hardware: Hardware) -> dict[str, list[float]]:
 
 def measure_here(
     settings: TrainSettings,
-    num_processes: int,
     device: str,
     *,
     is_quiet: bool = False,
@@ -253,68 +211,65 @@ def measure_here(
 ) -> Here:
     """Measure steps with a model of this shape on this machine, in two minutes at most; known measurements are reused.
 
-    Measured are matrix products, attention under the model's patterns at a few lengths, and four small steps with two
-    of its layer counts and lengths. For a run of several processes, as many processes take
-    the small steps, shared as the settings say (with DDP instead of DeepSpeed), and all-reduces over two processes are
-    measured, too.
+    Measured are matrix products, attention under the model's patterns at a few lengths, and four small steps of one
+    process with two of its layer counts and lengths.
 
     Args:
         settings: settings of the run.
-        num_processes: number of processes of the run.
         device: "cpu" or "cuda".
         is_quiet: show no progress bar.
         folder: folder of stored measurements; None is the cache folder.
         seconds: time after which no further measurement is begun.
 
     Raises:
-        RunError: the model is too large to measure a few layers of it here, there are many more processes than cores,
-            or the time is over.
+        RunError: the model is too large to measure a few layers of it here, or the time is over.
     """
-    cores, hardware = _cores_for(num_processes, device), read_hardware(device)
+    hardware = read_hardware(device)
     measured = Measurements.of(hardware, folder, seconds=seconds)
     with Console(quiet=is_quiet).status("measuring this machine"):
-        return _Probe(settings, num_processes, torch.device(device), cores, hardware, measured).all()
+        return _Probe(settings, torch.device(device), hardware, measured).all()
 
 
-def _cores_for(num_processes: int, device: str) -> int:
-    """Number of cores or GPUs of this machine; raises RunError if it takes fewer processes."""
-    cores = os.cpu_count() or 1 if device == "cpu" else torch.cuda.device_count()
-    most = cores * (_PROCESSES_OF_A_CORE if device == "cpu" else 1)
-    if num_processes > most:
-        raise RunError(
-            f"--hardware here starts as many processes as are planned, got {num_processes}, and this machine takes at "
-            f"most {most}; name a device with --hardware"
-        )
-    return cores
+def step_seconds(settings: TrainSettings, device: str) -> list[float]:
+    """Median seconds of a few steps of a new model after a warm-up step: of its gradients, and of its optimizer.
+
+    torch.compile and float8 are ignored.
+    """
+    tokens = torch.zeros(settings.batch_size, settings.context_length, dtype=torch.int64)
+    halves = new_step(settings, {"input_ids": tokens, "labels": tokens}, device)
+
+    def seconds(half: Callable[[], None]) -> float:
+        start = now(torch.device(device))
+        half()
+        return now(torch.device(device)) - start
+
+    both = [list(map(seconds, halves)) for _ in range(1 + _STEPS)]
+    return [statistics.median(column) for column in zip(*both[1:], strict=True)]
 
 
 @dataclass(slots=True)
 class _Probe:
     settings: TrainSettings
-    num_processes: int
     device: torch.device
-    cores: int
     hardware: Hardware
     measured: Measurements
 
     def all(self) -> Here:
-        cores, dtype = self.cores, computing_dtype(self.settings.precision)
+        dtype = computing_dtype(self.settings.precision)
         rate = self.measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(self.device, dtype)])[0]
-        threads = torch.get_num_threads() if self.device.type == "cpu" else 0
-        shared = max(1.0, self.num_processes * threads / cores)
-        layers, texts, lengths = self._sizes(rate / shared)
+        layers, texts, lengths = self._sizes(rate)
         self._check_size(layers[1], lengths[1], texts)
         longest = min(self.settings.context_length, 4 * min(lengths[1], _LONG))
         attention, forward = (
             self._attention(sorted({*lengths, longest}), is_training=is_training) for is_training in (True, False)
         )
         points = []
-        for step, gradients, optimizer in self._steps(layers, texts, lengths, threads):
-            others = attention_seconds(step, attention, forward) * shared / processes_of_a_batch(self.settings)
-            points.append(StepPoint(step.model.num_layers, rows_of(step), max(0.0, gradients - others), optimizer))
-        exchange = [0.0, 0.0]
-        if self.num_processes > 1:
-            exchange = self.measured.get("exchange", lambda: exchange_rates(self.device.type, self._left()))
+        for step in (self._small(number, length, texts) for number in layers for length in lengths):
+            gradients, optimizer = self._stepped(step)
+            others = attention_seconds(step, attention, forward)
+            points.append(
+                StepPoint(step.model.num_layers, rows_of_batch(step), max(0.0, gradients - others), optimizer)
+            )
         sheet = DataSheet(
             name="this machine",
             family=self.hardware.architecture,
@@ -324,47 +279,24 @@ class _Probe:
             processors=self.hardware.processors,
             watts=0.0,
             link="",
-            sources={"flops": f"measured: {self.measured.file.name}"},
-            compared={},
         )
         return Here(
             sheet=sheet,
             kind=self.device.type,
-            steps=shape_of_steps(self.settings, self.num_processes),
-            cores=cores,
-            threads=threads,
+            steps=shape_of_steps(self.settings),
             points=tuple(points),
-            product_rate=rate,
             attention=attention,
             attention_forward=forward,
-            exchange=(exchange[0], exchange[1]),
         )
 
-    def _left(self) -> float:
-        return self.measured.ends_at - time.monotonic()
-
-    def _steps(
-        self, layers: tuple[int, int], texts: int, lengths: tuple[int, int], threads: int
-    ) -> Iterator[tuple[TrainSettings, float, float]]:
-        """Small steps, with the seconds of their gradients and of their optimizer."""
-        steps = [self._small(number, length, texts) for number in layers for length in lengths]
-        if self.num_processes == 1:
-            for step in steps:
-                words = f"step of {step.model.num_layers} layers, {texts} x {step.context_length} rows"
-                kind = self.device.type
-                seconds = self.measured.get(self._name(words), lambda step=step, kind=kind: step_seconds(step, kind))  # type: ignore[misc]
-                yield step, seconds[0], seconds[1]
-            return
-        shared, count, device = [self._shared(one) for one in steps], self.num_processes, self.device.type
-        seconds = self.measured.get(
-            self._name(f"steps of {layers} layers, {texts} x {lengths} rows"),
-            lambda: shared_step_seconds(shared, count, device, threads, self._left()),
-        )
-        yield from zip(shared, seconds[::2], seconds[1::2], strict=True)
+    def _stepped(self, step: TrainSettings) -> list[float]:
+        """Seconds of the gradients and of the optimizer of a small step."""
+        words = f"step of {step.model.num_layers} layers, {step.batch_size} x {step.context_length} rows"
+        return self.measured.get(self._name(words), lambda: step_seconds(step, self.device.type))
 
     def _name(self, words: str) -> str:
         """Name of a measurement, with a digest of the model's shape without its number of layers."""
-        return f"{words} of {shape_of_steps(self.settings, self.num_processes)}"
+        return f"{words} of {shape_of_steps(self.settings)}"
 
     def _sizes(self, rate: float) -> tuple[tuple[int, int], int, tuple[int, int]]:
         """Two numbers of layers, a number of texts, and two lengths.
@@ -378,8 +310,7 @@ class _Probe:
         texts, length = self.settings.batch_size, min(_MOST_ROWS, max(_LEAST_ROWS, self.settings.context_length))
 
         def is_short(layers: int) -> bool:
-            work = step_work(self._small(layers, length, texts)).over(processes_of_a_batch(self.settings))
-            return work.total <= rate * _SECONDS_OF_A_STEP
+            return step_work(self._small(layers, length, texts)).total <= rate * _SECONDS_OF_A_STEP
 
         while not is_short(2 * period):
             if texts > 1:
@@ -396,8 +327,8 @@ class _Probe:
         return (period, most), texts, (max(8, length // 2), length)
 
     def _bytes(self, layers: int, length: int, texts: int) -> int:
-        """Upper bound of the memory of such steps, over all processes."""
-        return self.num_processes * footprint(self._small(layers, length, texts), 1).total
+        """Memory of such steps."""
+        return footprint(self._small(layers, length, texts), 1).total
 
     def _small(self, layers: int, length: int, texts: int = 1) -> TrainSettings:
         model = dataclasses.replace(self.settings.model, num_layers=layers)
@@ -410,14 +341,6 @@ class _Probe:
             packing="windows",
             **of_mesh(),
         )
-
-    def _shared(self, step: TrainSettings) -> TrainSettings:
-        """The step with the parallel settings of the run."""
-        names = ("context_parallel", "heads_parallel", "tensor_parallel", "strategy", "layout", "data_parallel")
-        given = {name: getattr(self.settings, name) for name in names}
-        if given["data_parallel"].startswith("zero"):
-            given["data_parallel"] = "ddp"
-        return dataclasses.replace(step, **given)
 
     def _check_size(self, layers: int, length: int, texts: int) -> None:
         needed = self._bytes(layers, length, texts)

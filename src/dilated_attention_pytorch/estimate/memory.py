@@ -37,9 +37,9 @@ _MOST_TEXTS = 1024
 """Maximum number of sequences per batch that are traced as they are."""
 _KEPT_BY_MALLOC = 5
 """Bound on resident memory over the memory in use, with malloc's defaults."""
-_LEAST_MOMENTS: dict[Optimizer, int] = {"muon": 4, "adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2}
+LEAST_MOMENTS: dict[Optimizer, int] = {"muon": 4, "adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2}
 """Optimizer bytes per matrix weight: one moment with Muon, two with AdamW."""
-_MOST_MOMENTS = _LEAST_MOMENTS | {"muon": 8, "adamw-8bit": 3}
+_MOST_MOMENTS = LEAST_MOMENTS | {"muon": 8, "adamw-8bit": 3}
 """Upper bound over all weights: Muon uses AdamW for weights that are not matrices, and 8-bit moments have scales."""
 _ROUNDED_BYTES = 22
 """Bytes per weight of the largest matrix while ``adamw-bf16`` rounds a moment: both in float32, and random numbers."""
@@ -61,14 +61,9 @@ def largest_file(optimizer: Optimizer, num_parameters: int) -> int:
     return max(_FLOAT32, _MOST_MOMENTS[optimizer]) * num_parameters
 
 
-def moment_bytes(optimizer: Optimizer) -> int:
-    """Optimizer bytes per matrix weight."""
-    return _LEAST_MOMENTS[optimizer]
-
-
 def _copied_bytes(optimizer: Optimizer, num_parameters: int) -> int:
     """Lower bound of the bytes of weights and optimizer state."""
-    return (_FLOAT32 + _LEAST_MOMENTS[optimizer]) * num_parameters
+    return (_FLOAT32 + LEAST_MOMENTS[optimizer]) * num_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +124,8 @@ def optimizer_bytes(settings: TrainSettings, *, is_split: bool = False) -> tuple
     model, optimizer = settings.model, settings.optimizer
     matrices = block_matrices(model)
     inside = model.num_matrix_weights - model.vocab_size * model.embed_dim if optimizer == "muon" else 0
-    outside = _MOST_MOMENTS[optimizer] if optimizer == "muon" else _LEAST_MOMENTS[optimizer]
-    states = _LEAST_MOMENTS[optimizer] * inside + outside * (model.num_parameters - inside)
+    outside = _MOST_MOMENTS[optimizer] if optimizer == "muon" else LEAST_MOMENTS[optimizer]
+    states = LEAST_MOMENTS[optimizer] * inside + outside * (model.num_parameters - inside)
     if optimizer == "adamw-bf16":
         return states, _ROUNDED_BYTES * max(*(m * n for m, n in matrices), model.vocab_size * model.embed_dim)
     if optimizer != "muon":
@@ -306,7 +301,7 @@ def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, n
     return Footprint(
         weights=weights,
         gradients=max(0, weights - freed),
-        optimizer=_LEAST_MOMENTS[settings.optimizer] * num_parameters,
+        optimizer=LEAST_MOMENTS[settings.optimizer] * num_parameters,
         activations=saved,
         loss=logits,
     )

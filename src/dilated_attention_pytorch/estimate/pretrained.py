@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from .attention import operator_bytes
 from .flops import COUNTED_TOKENS, ForwardFlops, StepWork, counted_flops, pretrained_flops
 from .generation import Generation, walk
 from .live_bytes import LiveBytes, Moment
-from .memory import Footprint, moment_bytes, parts_of, peak
+from .memory import LEAST_MOMENTS, Footprint, parts_of, peak
 from .run import Device, MemoryPlan, Purpose, RunPlan, check_precision, plan_of_work
 
 if TYPE_CHECKING:
@@ -95,18 +94,6 @@ def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
         raise RunError(f"--model: {run.config.model_type} cannot be planned under {run.pattern!r}: {reason}") from error
 
 
-@contextlib.contextmanager
-def _fake_model(run: PretrainedRun) -> Iterator[PreTrainedModel]:
-    """The model with weights that hold no data, while open.
-
-    Raises:
-        RunError: the model cannot run under the pattern.
-    """
-    # The model checks whether its mask lets all tokens see the one before; LiveBytes answers for fake tensors.
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
-        yield _build(run, torch.float32)
-
-
 def _recompute_blocks(model: PreTrainedModel) -> None:
     # transformers 6 drops the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -118,25 +105,25 @@ def _last_logits(model: PreTrainedModel) -> dict[str, Any]:
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def operations(run: PretrainedRun) -> ForwardFlops:
-    """Operations of a forward pass, counted once on fake tensors, as ``torch.utils.flop_counter`` counts them.
+def operations(run: PretrainedRun, purpose: Purpose) -> tuple[ForwardFlops, StepWork]:
+    """Operations of a forward pass, and of a step with recomputation or a forward pass, on fake tensors.
+
+    They are those that ``torch.utils.flop_counter`` counts.
 
     Raises:
         RunError: the model cannot run under the pattern.
     """
-    with _fake_model(run) as model:
-        return pretrained_flops(model, run.pattern, num_kv_heads(run.config))
-
-
-def pretrained_work(run: PretrainedRun, purpose: Purpose) -> StepWork:
-    """Operations of a step with recomputation, or of a forward pass; see :func:`operations`."""
     heads = num_kv_heads(run.config)
-    with _fake_model(run) as model:
+    # The model checks whether its mask lets all tokens see the one before; LiveBytes answers for fake tensors.
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
+        model = _build(run, torch.float32)
+        forward = pretrained_flops(model, run.pattern, heads)
         if run.gradient_checkpointing:
             _recompute_blocks(model)
         others, of_pair = counted_flops(model, run.pattern, heads, is_step=purpose == "training")
     pairs = run.pattern.num_pairs(run.length, num_kv_heads=heads, is_causal=True)
-    return StepWork(others // COUNTED_TOKENS * run.length * run.batch_size, of_pair * pairs * run.batch_size)
+    work = StepWork(others // COUNTED_TOKENS * run.length * run.batch_size, of_pair * pairs * run.batch_size)
+    return forward, work
 
 
 def trace(
@@ -193,7 +180,7 @@ def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> F
     moments = trace(run, is_training=purpose == "training", dtype=dtype, is_generating=generation is not None)
     memory = peak(map(parts_of, moments))
     if purpose == "training":
-        return dataclasses.replace(memory, optimizer=moment_bytes(run.optimizer) * memory.weights // 4)
+        return dataclasses.replace(memory, optimizer=LEAST_MOMENTS[run.optimizer] * memory.weights // 4)
     if generation is not None:
         slots = walk(
             (run.pattern,), num_kv_heads(run.config), generation.prompt, generation.new_tokens, generation.chunk_size
@@ -213,14 +200,15 @@ def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "t
         RunError: the model cannot run under the pattern, or the device has no rate for the precision.
     """
     check_precision(run.precision, device.sheet)
+    forward, work = operations(run, purpose)
     return plan_of_work(
         purpose,
         device,
         pretrained_footprint(run, purpose),
-        pretrained_work(run, purpose),
+        work,
         precision=run.precision,
         tokens=run.length * run.batch_size,
-        forward_flops=operations(run).of_text(run.length) * run.batch_size,
+        forward_flops=forward.of_text(run.length) * run.batch_size,
     )
 
 

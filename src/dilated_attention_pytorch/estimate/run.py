@@ -12,7 +12,7 @@ from dilated_attention_pytorch.training.preflight import check_processes
 from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import processes_of_a_batch, rows_of_batch, with_length
+from .batch import rows_of_batch, with_length
 from .exchange import SentBytes, exchanges
 from .flops import FORWARD_AND_BACKWARD, StepWork, forward_work, step_work
 from .generation import Generation, generation_footprint
@@ -33,7 +33,7 @@ class Device:
     price_per_hour: float | None = None
     """Price of one device; None if it is not known."""
     here: Here | None = None
-    """Measurements of training steps, if the device is this machine."""
+    """Measurements of training steps of one process, if the device is this machine."""
 
     @property
     def connection(self) -> Link | None:
@@ -67,9 +67,6 @@ class RunPlan(MemoryPlan):
     """Operations of the model in a step, over all processes, as model FLOP utilisation counts them."""
     computed_flops: int
     """Operations of a step including recomputation, over all processes."""
-    least_seconds: float
-    """Time of one process's operations at the nominal rate of dense products. No step is faster; real ones reach a
-    part of that rate, and wait for memory, for other processes and for the host."""
     exchanges: tuple[SentBytes, ...]
     """Traffic of the process that sends most."""
     seconds: StepSeconds
@@ -99,7 +96,8 @@ def plan_run(
         purpose: a training step, or a forward pass with the loss as in a run's evaluation.
 
     Raises:
-        RunError: the settings do not fit the number of processes, the device, or the purpose.
+        RunError: the settings do not fit the number of processes, the device, or the purpose; or several processes on
+            a device with measurements.
     """
     if purpose not in get_args(Purpose):
         raise RunError(
@@ -107,20 +105,20 @@ def plan_run(
         )
     device = Device(sheet=device) if isinstance(device, DataSheet) else device
     settings = _checked(settings, num_processes, device.sheet)
+    if device.here is not None and num_processes > 1:
+        raise RunError(
+            f"this machine was measured for one process, got {num_processes}; plan several by a data sheet alone"
+        )
     is_training = purpose == "training"
     if not is_training:
         # An evaluation takes rows of the context length, where training takes batches of documents, too.
         settings = with_length(settings, settings.context_length, gradient_accumulation=1)
-    sharing = processes_of_a_batch(settings)
+    sharing = settings.context_parallel * settings.tensor_parallel
     batches = num_processes // sharing * settings.gradient_accumulation
     forward = forward_work(settings)
     work = step_work(settings) if is_training else forward
     sent = exchanges(settings, num_processes, is_training=is_training)
     memory = footprint(settings, num_processes) if is_training else evaluation_footprint(settings, num_processes)
-    if device.here is not None and is_training:
-        seconds = device.here.seconds(settings, num_processes, sent)
-    else:
-        seconds = None
     return plan_of_work(
         purpose,
         device,
@@ -130,7 +128,7 @@ def plan_run(
         tokens=rows_of_batch(settings) * batches,
         forward_flops=int(forward.total) * batches,
         sent=sent,
-        seconds=seconds,
+        seconds=device.here.seconds(settings) if device.here is not None and is_training else None,
         num_processes=num_processes,
         sharing=sharing,
     )
@@ -176,7 +174,6 @@ def plan_of_work(
         tokens=tokens,
         model_flops=model_flops,
         computed_flops=int(work.total) * (num_processes // sharing),
-        least_seconds=work.total / sharing / peak,
         exchanges=sent,
         seconds=seconds,
         rates=StepRates(

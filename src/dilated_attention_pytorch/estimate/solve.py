@@ -145,14 +145,14 @@ def _sizes(num_processes: int) -> Iterator[dict[str, Any]]:
 
 
 def _mesh(settings: TrainSettings, num_processes: int, device: Device, sizes: dict[str, Any]) -> Mesh | None:
-    plan = plan_if_possible(lambda: dataclasses.replace(settings, **of_mesh(**sizes)), num_processes, device)
+    plan = _plan_if_possible(lambda: dataclasses.replace(settings, **of_mesh(**sizes)), num_processes, device)
     if plan is None:
         return None
     data = num_processes // sizes["context"] // sizes["tensor"]
     return Mesh(**{"data": data, "heads": 1, **sizes}, plan=plan)
 
 
-def plan_if_possible(settings: Callable[[], TrainSettings], num_processes: int, device: Device) -> RunPlan | None:
+def _plan_if_possible(settings: Callable[[], TrainSettings], num_processes: int, device: Device) -> RunPlan | None:
     """The plan of a run; None if its settings are impossible together or on these devices."""
     try:
         return plan_run(settings(), num_processes, device)
@@ -267,7 +267,7 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
     For a run that does not fit: the changes that make it fit, the fastest first, then others that save memory, the
     smallest first. For a run that fits: changes that fit, too, and process more tokens per second and device; then
     those that save memory at the same pace; then those that are faster only because of more devices. On this machine,
-    each change is measured as the run was.
+    each change for one process is measured as the run was.
 
     Args:
         settings, num_processes, device: the run.
@@ -276,7 +276,7 @@ def changes_that_help(settings: TrainSettings, num_processes: int, device: Devic
     possible = []
     for words, changed, processes in _candidates(settings, num_processes):
         try:
-            plan = plan_run(changed, processes, _measured(device, changed, processes))
+            plan = plan_run(changed, processes, _measured(device, changed))
         except (RunError, ValueError, NotImplementedError):
             continue  # changes that are impossible for the run are left out
         speed = plan.rates.tokens_per_second / now.rates.tokens_per_second
@@ -300,11 +300,11 @@ def _nearest_to_fitting(one: Mesh | Change) -> tuple[bool, float]:
     return not plan.fits, -plan.rates.tokens_per_second if plan.fits else plan.footprint.total
 
 
-def _measured(device: Device, changed: TrainSettings, processes: int) -> Device:
+def _measured(device: Device, changed: TrainSettings) -> Device:
     """The device; if it is this machine, with measurements of a run with these settings."""
     if device.here is None:
         return device
-    here = measure_here(changed, processes, device.here.kind)
+    here = measure_here(changed, device.here.kind)
     return dataclasses.replace(device, sheet=here.sheet, here=here)
 
 

@@ -157,19 +157,21 @@ def call_of(workload: Workload, device: torch.device) -> Callable[[Pattern], flo
     query, key, value = draw(workload.num_heads), draw(workload.num_kv_heads), draw(workload.num_kv_heads)
     grad = torch.randn(query.shape, generator=generator, device=device).to(workload.dtype)
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     def call(pattern: Pattern) -> float:
-        start = now()
+        start = now(device)
         out = attend(query, key, value, pattern, is_causal=workload.is_causal, heads_first=False)
         if workload.is_training:
             torch.autograd.grad(out, (query, key, value), grad)
-        return now() - start
+        return now(device) - start
 
     return call
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the host's clock when the device has done its work so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def fit_rates(timings: Iterable[Timing], hardware: Hardware) -> list[Rates]:

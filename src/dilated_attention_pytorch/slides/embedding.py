@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.errors import RunError, shortened
-from dilated_attention_pytorch.machine import require, set_threads
+from dilated_attention_pytorch.machine import choose_device, require, set_threads
 from dilated_attention_pytorch.memory import in_bytes, is_out_of_memory
 from dilated_attention_pytorch.ops import attention_calls, attention_maps, attention_rollout
 from dilated_attention_pytorch.training.autocast import autocast
-from dilated_attention_pytorch.training.preflight import choose_device
 
 from .checkpoint import load_slide_encoder
 from .claims import Claims, part_of, part_of_launcher

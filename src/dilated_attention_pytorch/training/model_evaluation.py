@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import machine, set_threads
+from dilated_attention_pytorch.machine import choose_device, machine, set_threads
 from dilated_attention_pytorch.memory import is_out_of_memory
 from dilated_attention_pytorch.output import check_new_file, write_text
 
@@ -106,7 +106,7 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
         raise RunError(f"--output {file}: the figures are JSON, for example {file.with_suffix('.json')}")
     for path in (file, picture):
         check_new_file(path)
-    device = preflight.choose_device(settings.device)
+    device = choose_device(settings.device)
     preflight.check_no_float8(settings.precision, "eval")
     precision = preflight.choose_precision(settings.precision, device)
     set_threads(settings.threads)

@@ -19,7 +19,7 @@ from dilated_attention_pytorch.estimate.memory import (
     checkpoint_bytes,
     largest_file,
 )
-from dilated_attention_pytorch.machine import require, set_threads
+from dilated_attention_pytorch.machine import choose_device, require, set_threads
 from dilated_attention_pytorch.output import check_free_folder
 
 from .autocast import multiplies_bfloat16
@@ -29,7 +29,7 @@ from .extension_settings import ExtensionSettings
 from .lease import LEASE_FILES
 from .pretrained import num_parameters
 from .process_group import master_port, num_processes, process_rank
-from .run_settings import Device, Precision
+from .run_settings import Precision
 from .settings import Optimizer, TrainSettings
 from .trackers import check_trackers
 from .zero import check_offload, check_zero, check_zero_here
@@ -181,21 +181,6 @@ def check_processes(settings: TrainSettings, processes: int, *, launch: str = _L
 def heads_sharing(settings: TrainSettings) -> int:
     """Number of processes that split the heads of a text."""
     return settings.context_parallel if settings.strategy == "heads" else settings.heads_parallel
-
-
-def choose_device(device: Device) -> str:
-    """The device type, "cpu" or "cuda".
-
-    Raises:
-        RunError: the requested device is not available.
-    """
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise RunError(
-            "--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a PyTorch built for CUDA "
-            "and its driver (`dilated-attention info` shows what is there)"
-        )
-    return "cuda" if available and device != "cpu" else "cpu"
 
 
 def choose_precision(precision: Precision, device: str) -> Precision:

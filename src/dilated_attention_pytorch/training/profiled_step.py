@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.memory import check_training_memory
-from dilated_attention_pytorch.machine import set_threads
+from dilated_attention_pytorch.machine import choose_device, set_threads
 from dilated_attention_pytorch.output import check_free_folder, make_output, write_text
 
 from .autocast import autocast
 from .data.corpus import check_same_corpus
 from .data.run_data import read_data, read_tokenizer, verify_tokenizer
-from .data.windows import Window
 from .optimizer import build_optimizer
-from .preflight import check_optimizer, choose_device, choose_precision
+from .preflight import check_optimizer, choose_precision
 from .record import recorded, train_settings
 from .settings import TrainSettings
 from .stages import Stages
@@ -69,7 +69,8 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
     samples = data.training(stages, settings.batch_size * settings.gradient_accumulation)
     batch = data.collate([samples[len(samples) - 1 - row] for row in range(settings.batch_size)])  # type: ignore[arg-type]
-    step = _new_step(settings, batch, device)
+    torch.manual_seed(settings.seed)
+    make_gradients, update = new_step(settings, dict(batch), device)
     is_cuda = device == "cuda"
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
@@ -78,7 +79,10 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
         acc_events=True,
     ) as profiler:
         for _ in range(1 + steps):
-            step()
+            make_gradients()
+            update()
+            if is_cuda:
+                torch.cuda.synchronize()
             profiler.step()
     by = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
@@ -88,26 +92,27 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     return table
 
 
-def _new_step(settings: TrainSettings, batch: Window, device: str) -> Callable[[], None]:
-    """A training step of a new model on one batch."""
+def new_step(
+    settings: TrainSettings, batch: Mapping[str, Tensor], device: str
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The two halves of a training step of a new model on one batch: its gradients, and the update of the weights."""
     from dilated_attention_pytorch.models import LongNetForCausalLM
 
-    torch.manual_seed(settings.seed)
     model = LongNetForCausalLM.from_longnet_config(settings.model)
     torch.nn.Module.to(model, device).train()
     optimizer = build_optimizer(model, settings)
     inputs = {name: value.to(device) for name, value in batch.items()}
 
-    def step() -> None:
+    def make_gradients() -> None:
         with record_function("forward"), autocast(settings.precision, device):
             loss = model(**inputs, skip_logits=True).loss
         with record_function("backward"):
             loss.backward()
+
+    def update() -> None:
         with record_function("optimizer"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
 
-    return step
+    return make_gradients, update
