@@ -49,7 +49,7 @@ def _memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module,
         "measure_limits",
-        lambda encoder, device, precision, batch_tiles, memory: TileLimits(
+        lambda encoder, device, precision, batch_tiles, memory, **_: TileLimits(
             tile_bytes=10**6, of_batch=batch_tiles, of_slide=10**9 if memory is None else int(memory * 1000)
         ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -87,8 +88,9 @@ def num_tiles(path: Path) -> int:
     import h5py
 
     try:
-        if path.suffix.lower() not in HDF5:
-            return max(1, path.stat().st_size // _BYTES_OF_TILE)
+        status = path.stat()
+        if path.suffix.lower() not in HDF5 or not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            return max(1, status.st_size // _BYTES_OF_TILE)
         with h5py.File(path, "r") as file:
             return int(next(file[name].shape[-2] for name in NAMES[FEATURES] if name in file))
     except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, IndexError, StopIteration):
