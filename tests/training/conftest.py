@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from training.runs import write_texts
 def draw_losses() -> Iterator[Callable[..., Any]]:
     """The function that draws the chart of a run, which runs of these tests leave out.
 
-    To draw and to measure takes as long as the steps of a run.
+    To draw, to measure and to compress takes as long as the steps of a run; so does the collection of garbage at its
+    end, which goes through all that earlier modules have imported on the way.
     """
     from dilated_attention_pytorch.training import evaluation, lifecycle
 
     draws = evaluation.draw_losses
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "draw_losses", lambda *args, **options: None)
-        patch.setattr(lifecycle, "matrix_product_rate", functools.cache(lifecycle.matrix_product_rate))
+        for module, name in ((lifecycle, "matrix_product_rate"), (evaluation, "xz_bits_per_byte")):
+            patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield draws
 
 

@@ -21,9 +21,9 @@ from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from training.broken_runs import break_at
+from training.compared import furthest
 from training.killed_runs import HANGS, MESHES, launch
-from training.runs import weights, write_texts
-from training.spread_runs import small_settings
+from training.runs import small_settings, weights, write_texts
 
 STEP, STEPS = 5, 7
 
@@ -50,13 +50,6 @@ def run_to_the_end(settings: TrainSettings, output: Path, size: int, disturb: An
         if (output / "model.safetensors").exists():
             return started
     raise AssertionError(attempt.said())
-
-
-def furthest(run: Path, other: Path) -> float:
-    """The largest difference of a weight."""
-    found, expected = weights(run), weights(other)
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
 def main() -> None:
@@ -89,7 +82,7 @@ def main() -> None:
 
         started = run_to_the_end(dataclasses.replace(settings, on_nan="skip"), run, size, break_last)
         run_to_the_end(settings, other, size, lambda rank: leave_out(STEP))
-        difference = furthest(run, other)
+        difference = furthest(weights(run), weights(other))
         kinds = [entry["kind"] for entry in read_faults(run)]
         print(
             f"{mesh}, nan: started {started} times, {', '.join(kinds)}; {cost_of_faults(run).seconds_lost} s lost; "

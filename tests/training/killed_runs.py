@@ -36,8 +36,7 @@ from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedM
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from support.processes import free_port
 from training.compared import furthest
-from training.runs import quiet, weights, write_texts
-from training.spread_runs import small_settings
+from training.runs import quiet, small_settings, weights, write_texts
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),

@@ -118,38 +118,22 @@ def test_a_checkpoint_holds_what_is_read_and_nothing_else(run: Path) -> None:
     }
 
 
-def _link(run: Path, name: str, target: Path) -> None:
-    (run / name).unlink(missing_ok=True)
-    (run / name).symlink_to(target)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".unfinished-theirs",
-        "checkpoint-8",
-        ".training.json.part",
-        ".metrics.jsonl.part",
-        "loss.png",
-        ".loss.png.part",
-        "sample.txt",
-        "config.json",
-    ],
-)
 def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_is_left_alone(
-    run: Path, tmp_path: Path, name: str, draw_losses: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, draw_losses: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "draw_losses", draw_losses)
-    target = tmp_path / "precious"
-    if name in (".unfinished-theirs", "checkpoint-8"):
-        target.mkdir()
-        (target / "file").write_text("precious")
-    else:
-        target.write_text("precious")
-    _link(run, name, target)
+    precious = tmp_path / "precious"
+    files = [".training.json.part", ".metrics.jsonl.part", "loss.png", ".loss.png.part", "sample.txt", "config.json"]
+    for name in (*files, ".unfinished-theirs/file", "checkpoint-8/file"):
+        target, link = precious / name, run / name.partition("/")[0]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(name)
+        link.unlink(missing_ok=True)
+        link.symlink_to(precious / link.name)
+    before = sorted(precious.rglob("*"))
     assert resume(run, quiet()).step == 9
-    assert (target / "file" if target.is_dir() else target).read_text() == "precious"
-    assert [path.name for path in tmp_path.iterdir() if path != run] == ["precious"]
+    assert sorted(precious.rglob("*")) == before
+    assert all(path.read_text() == str(path.relative_to(precious)) for path in before if path.is_file())
     assert not any(path.is_symlink() for path in run.rglob("*"))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.processes import TESTS, environment, run_whole
+from support.forked import run_forked
+from support.processes import TESTS
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +18,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lines(script: str, folder: Path, words: str) -> list[str]:
-    command = [sys.executable, str(TESTS / "training" / script), str(folder), *words.split()]
-    run = run_whole(command, 3600, env=environment())  # a guard against hanging alone
-    assert run.returncode == 0, run.stdout + run.stderr[-8000:]
-    return run.stdout.splitlines()
+    run = run_forked(TESTS / "training" / script, str(folder), *words.split(), folder=folder)
+    assert run["code"] == 0, run["output"][-8000:]
+    return run["output"].splitlines()
 
 
 def _events(line: str) -> tuple[str, list[str]]:

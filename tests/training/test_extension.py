@@ -233,37 +233,31 @@ def test_eval_of_a_run_that_was_stopped_takes_its_newest_whole_checkpoint(
         measured("none.json")
 
 
-def test_the_same_command_given_again_goes_on_and_then_finds_nothing_left_to_do(
+def test_the_same_command_given_again_begins_goes_on_and_then_finds_nothing_left_to_do(
     finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert extend(tiny(short, texts), finished.run, quiet(), may_resume=True) == finished
     with pytest.raises(RunError, match=r"with other settings .learning_rate 0.003 there, 0.1 here"):
         extend(tiny(short, texts, learning_rate=0.1), finished.run, quiet(), may_resume=True)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 10, signal.SIGINT)
-        stopped = extend(tiny(short, texts), tmp_path / "run", quiet(), may_resume=True)
-    assert stopped.stopped_by == signal.SIGINT
-    resumed = extend(tiny(short, texts), tmp_path / "run", quiet(), may_resume=True)
-    assert resumed == dataclasses.replace(finished, run=tmp_path / "run")
 
-
-def test_a_run_that_was_killed_before_its_first_checkpoint_is_begun_again(
-    finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def die(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
+    run = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(RunCheckpoints, "staging", die)
         with pytest.raises(KeyboardInterrupt):
-            extend(tiny(short, texts), tmp_path / "run", quiet())
+            extend(tiny(short, texts), run, quiet())
     with pytest.raises(RunError, match="stopped before its first checkpoint"):
-        resume_extension(tmp_path / "run", quiet())
-    again = extend(tiny(short, texts), tmp_path / "run", quiet(), may_resume=True)
-    assert again == dataclasses.replace(finished, run=tmp_path / "run")
+        resume_extension(run, quiet())
+    with monkeypatch.context() as patch:
+        stop_after(patch, 10, signal.SIGINT)
+        assert extend(tiny(short, texts), run, quiet(), may_resume=True).stopped_by == signal.SIGINT
+    again = extend(tiny(short, texts), run, quiet(), may_resume=True)
+    assert again == dataclasses.replace(finished, run=run)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-8bit"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw-bf16", marks=pytest.mark.slow), "adamw-8bit"])
 def test_small_moments_extend_a_model_as_well(
     finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, optimizer: Any
 ) -> None:

@@ -25,14 +25,13 @@ from dilated_attention_pytorch.training.preflight import check_processes
 from training.broken_runs import break_at
 from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights
 
-FEW = {"eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "sample_length": 1, "log_steps": 1}
 LARGE = 2.0**40
 """A scale with which every gradient of these runs overflows in float16."""
 
 
 def half(texts: Path, **changes: Any) -> TrainSettings:
     """Dropout would draw anew for a batch that is taken again."""
-    settings = tiny_settings(texts, precision="float16", **FEW | changes)
+    settings = tiny_settings(texts, precision="float16", **{"log_steps": 1} | changes)
     settings.model.dropout = 0.0
     return settings
 
@@ -61,7 +60,7 @@ def test_a_run_computes_in_float16_keeps_float32_and_goes_on_bit_for_bit(
     """accelerate computes in float32 on a CPU when it is told float16. The scale grows on the way, after step 3."""
     monkeypatch.setattr(run_trainer, "_SCALE", LARGE)
     monkeypatch.setattr(run_trainer, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=3))
-    settings = tiny_settings(texts, precision="float16", steps=5, save_steps=2, **FEW)
+    settings = tiny_settings(texts, precision="float16", steps=5, save_steps=2, log_steps=1)
     whole = train(settings, tmp_path / "whole", quiet()).run
     assert dtypes == {torch.float16}
     assert {tensor.dtype for tensor in weights(whole).values()} == {torch.float32}

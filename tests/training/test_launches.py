@@ -22,6 +22,7 @@ from dilated_attention_pytorch.training import process_group, train
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
 from dilated_attention_pytorch.training.process_identity import Launch, ProcessId, launch_record
+from support.forked import run_forked
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
 from training.runs import quiet, tiny_settings, weights, write_texts
 
@@ -74,23 +75,22 @@ with joined("gloo", float(sys.argv[1])):
 """
 
 
-def test_ranks_that_are_started_again_do_not_meet_those_of_before_in_the_store_of_their_agent() -> None:
+def test_ranks_that_are_started_again_do_not_meet_those_of_before_in_the_store_of_their_agent(tmp_path: Path) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
 
-    def start(rank: int, seconds: int) -> subprocess.Popen[str]:
-        words = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        words |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-        command = [sys.executable, "-c", MEETING, str(seconds)]
-        return subprocess.Popen(command, env=_environment() | words, stdout=-1, stderr=-1, text=True)
+    def said(ranks: int, timeout: int) -> str:
+        told = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+        told |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        output: str = run_forked(script, str(timeout), folder=tmp_path, ranks=ranks, **told)["output"]
+        return output
 
-    with start(0, 120) as first, start(1, 120) as second:
-        assert [rank.communicate(timeout=HANG_SECONDS)[0] for rank in (first, second)] == ["met\n"] * 2
-    with start(0, 2) as first:
-        said = first.communicate(timeout=HANG_SECONDS)[1]
-    assert "starting: rank 1 does not answer" in said, said
-    assert "--timeout 2, while the ranks met" in said
-    with start(1, 120) as second, start(0, 120) as first:
-        assert [rank.communicate(timeout=HANG_SECONDS)[0] for rank in (first, second)] == ["met\n"] * 2
+    assert said(2, 120) == "met\n" * 2
+    alone = said(1, 2)
+    assert "starting: rank 1 does not answer" in alone, alone
+    assert "--timeout 2, while the ranks met" in alone
+    assert said(2, 120) == "met\n" * 2
 
 
 def test_any_error_of_a_call_in_a_thread_is_raised_at_once_where_it_is_awaited() -> None:

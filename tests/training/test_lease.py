@@ -26,7 +26,8 @@ from dilated_attention_pytorch.training.checkpoint import STAGING, file_names, l
 from dilated_attention_pytorch.training.lease import HOLDER_NAME, LEASE_NAME, Lease
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
-from support.processes import TESTS, end_whole, environment
+from support.forked import BESIDE, run_forked
+from training import overtaken_job
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
 
 
@@ -119,17 +120,20 @@ def test_what_a_process_of_this_machine_held_that_has_ended_is_free_at_once(
 
 def test_a_stopped_process_of_this_machine_keeps_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
-    code = "import os, signal, sys; from pathlib import Path; from dilated_attention_pytorch.training import lease\n"
-    code += "lease.LEASE_SECONDS = 0.2\nwith lease.Lease(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGSTOP)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment()) as holder:
-        assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
-        try:
-            time.sleep(0.5)
-            with pytest.raises(RunError, match=rf"in use: process {holder.pid} on .* end it \(kill {holder.pid} on"):
-                Lease(tmp_path).__enter__()
-        finally:
-            holder.send_signal(signal.SIGCONT)
-    assert holder.returncode == 0
+    holder = os.fork()
+    if holder == 0:
+        with Lease(tmp_path):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(holder, os.WUNTRACED)[1])
+    try:
+        time.sleep(0.5)
+        with pytest.raises(RunError, match=rf"in use: process {holder} on .* end it \(kill {holder} on"):
+            Lease(tmp_path).__enter__()
+    finally:
+        os.kill(holder, signal.SIGCONT)
+        ended = os.waitpid(holder, 0)[1]
+    assert ended == 0
     assert not any(tmp_path.iterdir())
 
 
@@ -310,34 +314,29 @@ def test_a_job_that_wakes_up_inside_publishing_leaves_its_successors_checkpoints
     """Stopped after the rename, as if on another host; its successor is writing a checkpoint when it wakes up."""
     texts, run = write_texts(tmp_path / "texts"), tmp_path / "run"
     words = "train --preset tiny --steps 9 --save-steps 2 --log-steps 2 --device cpu --threads 1 --keep-checkpoints 1"
-    command = [sys.executable, str(TESTS / "training" / "overtaken_job.py"), "4", *words.split()]
-    job = subprocess.Popen(
-        [*command, "--data", str(texts), "--output", str(run)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(), text=True, start_new_session=True,
-    )  # fmt: skip
-    stage, said = Trainer._save_checkpoint, []
+    words += f" --data {texts} --output {run}"
+    job = BESIDE.submit(run_forked, overtaken_job.train_and_stop, 4, words, folder=tmp_path, seconds=300)
+    stopped, stage = tmp_path / "stopped", Trainer._save_checkpoint
 
     def stage_and_wake(self: Trainer, *args: Any) -> None:
         stage(self, *args)
         if self.state.global_step == 8:
             before = _contents(self.run.staging), _contents(run / "checkpoint-6")
-            os.kill(job.pid, signal.SIGCONT)
-            said.append(job.communicate(timeout=300)[1])
+            os.kill(int(stopped.read_text()), signal.SIGCONT)
+            job.result()
             assert (_contents(self.run.staging), _contents(run / "checkpoint-6")) == before
             assert all(before)
 
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(Trainer, "_save_checkpoint", stage_and_wake)
-    try:
-        while not (tmp_path / "stopped").exists():
-            assert job.poll() is None, job.communicate()
-            time.sleep(0.05)
-        assert resume(run, quiet()).step == 9
-    finally:
-        end_whole(job)
-    assert job.returncode == 2
-    assert "was taken by another job" in said[0]
-    assert "Traceback" not in said[0]
+    while not stopped.exists():
+        assert not job.done(), job.result()
+        time.sleep(0.05)
+    assert resume(run, quiet()).step == 9
+    ended = job.result()
+    assert ended["code"] == 2
+    assert "was taken by another job" in ended["output"]
+    assert "Traceback" not in ended["output"]
     assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-9"}
     assert not list(run.glob(f"{STAGING}*"))
 

@@ -93,7 +93,9 @@ def test_xz_is_measured_in_bits_per_byte() -> None:
     assert xz_bits_per_byte(b"a" * 10_000) < 0.2
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw", "adamw-bf16", "adamw-8bit"])
+@pytest.mark.parametrize(
+    "optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow), "adamw-bf16", "adamw-8bit"]
+)
 def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
     texts: Path, finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:

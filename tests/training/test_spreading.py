@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from pathlib import Path
@@ -15,12 +14,11 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.spreading import respread
-from support.processes import TESTS, environment, run_whole, torchrun
+from support.forked import run_forked
 from training.compared import distances, losses, moments
-from training.runs import quiet, record_samples, samples_of, stop_after, stopped_run, write_texts
-from training.spread_runs import small_settings
+from training.runs import quiet, record_samples, samples_of, small_settings, stop_after, stopped_run, write_texts
+from training.spread_runs import go_on
 
-HANG_SECONDS = 600.0
 STEPS = 20
 
 
@@ -72,14 +70,9 @@ def test_what_cannot_be_shared_says_what_can() -> None:
 
 
 def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, Any], samples: Path) -> None:
-    """Resume ``run`` under torchrun, stop it after a step, and have ``samples`` filled with what it trains on."""
-    script = str(TESTS / "training" / "respread.py")
-    ended = run_whole(
-        [*torchrun(processes), script, str(run), json.dumps(stop), json.dumps(changes), str(samples)],
-        HANG_SECONDS,
-        env=environment(),
-    )
-    assert ended.returncode == 0, ended.stderr
+    """Resume ``run`` in ranks, stop it after a step, and have ``samples`` filled with what it trains on."""
+    ended = run_forked(go_on, run, stop, changes, samples, folder=samples.parent, ranks=processes)
+    assert ended["code"] == 0, ended["output"]
 
 
 @pytest.mark.slow

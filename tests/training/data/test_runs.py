@@ -28,8 +28,16 @@ from dilated_attention_pytorch.training.model_evaluation import EvalSettings, ev
 from dilated_attention_pytorch.training.stages import Stages
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.data.test_records import write_jsonl
-from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights, write_texts
-from training.spread_runs import small_settings
+from training.runs import (
+    quiet,
+    record_samples,
+    samples_of,
+    small_settings,
+    stopped_run,
+    tiny_settings,
+    weights,
+    write_texts,
+)
 from training.test_spreading import go_on_over
 
 MIXED = {"weights": (0.7, 0.3), "packing": "documents", "max_tokens": 300, "max_batch_size": 6, "batch_size": 1}
