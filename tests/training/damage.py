@@ -39,6 +39,11 @@ class Watched:
         """What a payload makes."""
         return self.folder / "canary"
 
+    @property
+    def other(self) -> Path:
+        """A run with the settings of the one that is damaged."""
+        return self.folder / "other"
+
 
 class NothingLeft(Exception):
     """There is nothing that this damage could be done to."""

@@ -202,9 +202,11 @@ def _watch(reach: Connection, note_step: int | None) -> None:
     register_optimizer_step_pre_hook(compare)
 
 
-def finish(settings: TrainSettings, output: Path, size: int, log: Path) -> None:
+def finish(
+    settings: TrainSettings, output: Path, size: int, log: Path, disturb: Callable[[int], None] | None = None
+) -> None:
     """Begin the run or take it up, and let it come to its end."""
-    attempt = launch(settings, output, size, log)
+    attempt = launch(settings, output, size, log, disturb=disturb)
     ended = attempt.wait(HANGS)
     attempt.end()
     assert ended, f"the run hangs: {attempt.said()}"

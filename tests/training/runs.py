@@ -29,6 +29,18 @@ def quiet() -> Console:
     return Console(file=io.StringIO())
 
 
+class Heard(Console):
+    """A console that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.kept = io.StringIO()
+        super().__init__(file=self.kept, width=1000)
+
+    @property
+    def said(self) -> str:
+        return self.kept.getvalue()
+
+
 def write_texts(folder: Path) -> Path:
     """A folder with text files, some longer than the context of the runs."""
     folder.mkdir(parents=True)
@@ -162,3 +174,10 @@ def seal_again(checkpoint: Path, *others: str, **values: Any) -> None:
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """The weights in a folder."""
     return load_file(run / "model.safetensors")
+
+
+def assert_same_weights(run: Path, other: Path) -> None:
+    """Bit for bit."""
+    found, expected = weights(run), weights(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

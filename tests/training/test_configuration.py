@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +19,7 @@ from dilated_attention_pytorch.training.configuration import (
     with_values,
 )
 from dilated_attention_pytorch.training.stages import StageSettings
-from training.runs import quiet, tiny_settings, weights, write_texts
+from training.runs import assert_same_weights, quiet, tiny_settings, write_texts
 
 NUMBERS = st.floats(min_value=1e-30, max_value=1e30)
 PATHS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), max_size=3)
@@ -82,8 +81,7 @@ def test_a_run_is_run_again_from_the_file_that_it_leaves(tmp_path: Path) -> None
     settings = with_values(PRESETS["cpu"](), read_configuration(file), file)
     again = train(settings, tmp_path / "again", quiet())
     assert again.bits_per_byte == first.bits_per_byte
-    expected, found = weights(first.run), weights(again.run)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_weights(again.run, first.run)
 
 
 def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import json
 import math
 import shutil
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -49,7 +47,7 @@ from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.stages import Stages, stage_ends
 from training.broken_runs import break_at
 from training.damage import Payload
-from training.runs import change_sealed, quiet, seal_again, stop_after, weights
+from training.runs import Heard, assert_same_weights, change_sealed, quiet, seal_again, stop_after
 
 OWN, LONG = 32, 128
 
@@ -198,8 +196,7 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
     resumed = resume_extension(stopped.run, quiet())
     assert resumed.step == 24
     assert resumed.bits_per_byte == finished.bits_per_byte
-    whole = weights(finished.run)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(stopped.run).items())
+    assert_same_weights(stopped.run, finished.run)
     with pytest.raises(RunError, match="that run is finished"):
         resume_extension(stopped.run, quiet())
 
@@ -212,9 +209,9 @@ def test_eval_of_a_run_that_was_stopped_takes_its_newest_whole_checkpoint(
     asked = EvalSettings(lengths=(OWN,), windows=1, recall_texts=0, precision="float32", device="cpu")
 
     def measured(name: str) -> tuple[dict[str, Any], str]:
-        said = io.StringIO()
-        file = evaluate_model(str(run), asked, tmp_path / name, Console(file=said, width=1000))
-        return json.loads(file.read_text()), said.getvalue()
+        console = Heard()
+        file = evaluate_model(str(run), asked, tmp_path / name, console)
+        return json.loads(file.read_text()), console.said
 
     newest, said = measured("newest.json")
     assert (newest["weights"], "is left" in said) == ("checkpoint-11", False)
@@ -274,8 +271,7 @@ def test_a_run_that_breaks_ends_in_words_and_loses_nothing(
         with pytest.raises(RunError, match=words):
             extend(tiny(short, texts), tmp_path / "run", quiet())
     assert resume_extension(tmp_path / "run", quiet()).bits_per_byte == finished.bits_per_byte
-    whole = weights(finished.run)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(tmp_path / "run").items())
+    assert_same_weights(tmp_path / "run", finished.run)
 
 
 def test_a_batch_that_breaks_the_run_is_left_out_where_that_is_asked_for(
@@ -311,11 +307,10 @@ def test_a_model_that_overflows_is_refused_where_it_is_measured(short: Path, tex
 def test_an_evaluation_before_the_first_entry_of_the_training_loss_says_what_is_known(
     short: Path, texts: Path, tmp_path: Path
 ) -> None:
-    console = Console(file=io.StringIO(), width=200)
+    console = Heard()
     extend(tiny(short, texts, steps=3, log_steps=5, eval_steps=3), tmp_path / "run", console)
-    assert isinstance(console.file, io.StringIO)
-    assert "step 3/3: held-out " in console.file.getvalue()
-    assert "nan" not in console.file.getvalue()
+    assert "step 3/3: held-out " in console.said
+    assert "nan" not in console.said
 
 
 def test_windows_grow_by_stage_and_none_is_drawn_twice(texts: Path) -> None:

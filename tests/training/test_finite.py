@@ -15,7 +15,7 @@ from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.finite import is_finite_everywhere, what_is_not_finite
 from training.broken_runs import KINDS, break_at
-from training.runs import quiet, tiny_settings, weights
+from training.runs import assert_same_weights, quiet, tiny_settings
 
 FAILS_AT = {
     ("loss", 8): "step 8 is not taken: NaN or infinity is in 1 of 1 losses (nan);",
@@ -49,9 +49,7 @@ def test_a_run_that_breaks_at_a_save_step_or_beside_one_loses_nothing(
         assert kept.name == "checkpoint-4"
         assert not list(run.glob(".unfinished*"))
     resume(run, quiet())
-    expected, found = weights(whole), weights(run)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_weights(run, whole)
 
 
 def test_a_run_that_breaks_before_its_first_checkpoint_does_not_speak_of_one_and_leaves_the_terminal_as_it_was(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import TCPStore
 
 from dilated_attention_pytorch.training import process_group, train
@@ -24,7 +23,7 @@ from dilated_attention_pytorch.training.lease import Lease
 from dilated_attention_pytorch.training.process_identity import Launch, ProcessId, launch_record
 from support.forked import run_forked
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
-from training.runs import quiet, tiny_settings, weights, write_texts
+from training.runs import assert_same_weights, quiet, tiny_settings, write_texts
 
 HANG_SECONDS = 1200.0
 
@@ -63,8 +62,7 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_
     ]
     assert [entry[:2] for entry in down] == [("killed", 0), ("killed", 4)]
     figure("killed under torchrun --max-restarts: step gone on from, seconds until computing again", down)
-    expected, found = weights(whole.run), weights(tmp_path / "run")
-    assert all(torch.equal(expected[name], found[name]) for name in expected | found)
+    assert_same_weights(tmp_path / "run", whole.run)
 
 
 MEETING = """

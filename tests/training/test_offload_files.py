@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.offload_files import check_folder, load_operator
 from dilated_attention_pytorch.training.spreading import respread
 from training.compared import distances, losses
-from training.runs import quiet, small_settings, weights, write_texts
+from training.runs import assert_same_weights, quiet, small_settings, weights, write_texts
 from training.test_distribution import spread
 from training.test_zero import HALF, NEEDS_DEEPSPEED, TOLERANCE
 
@@ -60,9 +59,7 @@ def test_states_in_files_train_what_one_process_trains(tmp_path: Path, figure: A
 
     assert list(losses(one)) == list(range(1, 21))
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    assert all(
-        torch.equal(value, weights(tmp_path / "resumed")[name]) for name, value in weights(tmp_path / "whole").items()
-    )
+    assert_same_weights(tmp_path / "resumed", tmp_path / "whole")
     resume(tmp_path / "left", quiet())  # one process takes up what two have stopped
     for name in ("whole", "left"):
         distance = distances(tmp_path / name, one, 20)

@@ -14,7 +14,7 @@ import torch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import Outcome, RunError, TrainSettings, train
 from dilated_attention_pytorch.training import run as training_run
-from training.runs import change_sealed, quiet, stop_after, tiny_settings, weights, write_texts
+from training.runs import assert_same_weights, change_sealed, quiet, stop_after, tiny_settings, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,14 @@ def finished(settings: TrainSettings, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_command_that_is_given_again_goes_on_and_then_leaves_the_run_alone(
     settings: TrainSettings, finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     stop_after(monkeypatch, 4, signal.SIGTERM)
     stopped = train(settings, tmp_path / "run", quiet(), may_resume=True)
+    assert signal.getsignal(signal.SIGTERM) is before
     assert (stopped.stopped_by, stopped.step) == (signal.SIGTERM, 5)
     ended = train(settings, tmp_path / "run", quiet(), may_resume=True)
     assert ended == dataclasses.replace(finished, run=tmp_path / "run")
-    expected, found = weights(finished.run), weights(tmp_path / "run")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_weights(tmp_path / "run", finished.run)
     written = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))}
     assert train(settings, tmp_path / "run", quiet(), may_resume=True) == ended
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))} == written

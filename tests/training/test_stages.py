@@ -19,7 +19,7 @@ from dilated_attention_pytorch.training.data.windows import TrainingWindows
 from dilated_attention_pytorch.training.optimizer import build_optimizer
 from dilated_attention_pytorch.training.settings import TrainSettings
 from dilated_attention_pytorch.training.stages import Stages, StageSettings, stage_ends
-from training.runs import quiet, stopped_run, tiny_settings, weights, write_texts
+from training.runs import assert_same_weights, quiet, stopped_run, tiny_settings, weights, write_texts
 
 PATTERNS = (
     "DilatedPattern([32, 64], [1, 2])",
@@ -106,8 +106,7 @@ def test_a_run_that_stops_within_a_stage_goes_on_as_if_it_had_not(
     train(settings, tmp_path / "whole", quiet())
     stopped_run(monkeypatch, settings, tmp_path / "stopped", 4)
     resume(tmp_path / "stopped", quiet())
-    expected = weights(tmp_path / "whole")
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "stopped").items())
+    assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
