@@ -26,6 +26,7 @@ from typing import Any
 # Imported once, for all of them.
 import accelerate  # noqa: F401
 import matplotlib.figure  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
 import transformers.trainer  # noqa: F401
 
 import dilated_attention_pytorch.cli.command

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,24 +9,18 @@ from typing import Any
 
 import pytest
 
-from training.runs import write_texts
+from training.runs import leave_out_figures, write_texts
 
 
 @pytest.fixture(autouse=True, scope="module")
 def draw_losses() -> Iterator[Callable[..., Any]]:
-    """The function that draws the chart of a run, which runs of these tests leave out.
-
-    To draw, to measure and to compress takes as long as the steps of a run; so does the collection of garbage at its
-    end, which goes through all that earlier modules have imported on the way.
-    """
-    from dilated_attention_pytorch.training import evaluation, lifecycle
+    """The function that draws the chart of a run, which runs of these tests leave out."""
+    from dilated_attention_pytorch.training import evaluation
 
     draws = evaluation.draw_losses
-    gc.freeze()
+    gc.freeze()  # a run collects garbage, and would go through all that runs before it have imported
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "draw_losses", lambda *args, **options: None)
-        for module, name in ((lifecycle, "matrix_product_rate"), (evaluation, "xz_bits_per_byte")):
-            patch.setattr(module, name, functools.cache(getattr(module, name)))
+        leave_out_figures(patch)
         yield draws
 
 

@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -36,7 +37,7 @@ from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedM
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from support.processes import free_port
 from training.compared import furthest
-from training.runs import quiet, small_settings, weights, write_texts
+from training.runs import leave_out_figures, quiet, small_settings, weights, write_texts
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
@@ -164,6 +165,7 @@ def _rank(
             MASTER_ADDR="localhost",
             MASTER_PORT=str(port),
         )
+    leave_out_figures(pytest.MonkeyPatch())
     _watch(reach, note_step if rank == 0 else None)
     if disturb is not None:
         disturb(rank)

@@ -7,8 +7,11 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import checkpoint, lease, process_identity
+from training.runs import leave_out_figures
 
 
 def train_and_stop(step: int, line: str) -> None:
@@ -19,6 +22,7 @@ def train_and_stop(step: int, line: str) -> None:
     """
     process_identity._place = socket.gethostname = lambda: "another-host"
     lease.LEASE_SECONDS = 1.0
+    leave_out_figures(pytest.MonkeyPatch())
     sync = checkpoint.sync
 
     def sync_and_stop(path: Path) -> None:

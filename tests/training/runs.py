@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import signal
@@ -16,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from dilated_attention_pytorch.models import LongNetConfig
-from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, preflight, train
+from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, evaluation, lifecycle, preflight, train
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import Start, staging_folder
 from dilated_attention_pytorch.training.lifecycle import OpenRun
@@ -27,6 +28,13 @@ from dilated_attention_pytorch.training.trainer import LongNetTrainer
 def quiet() -> Console:
     """A console that shows nothing."""
     return Console(file=io.StringIO())
+
+
+def leave_out_figures(patch: pytest.MonkeyPatch) -> None:
+    """Have runs draw no chart, and take the rate of the machine as given: both take as long as the steps of a run."""
+    patch.setattr(evaluation, "draw_losses", lambda *args, **options: None)
+    patch.setattr(evaluation, "xz_bits_per_byte", functools.cache(evaluation.xz_bits_per_byte))
+    patch.setattr(lifecycle, "matrix_product_rate", lambda device, dtype: 1e10)
 
 
 class Heard(Console):

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.training.optimizer import ShardedMuon
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders, split_matrices
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from dilated_attention_pytorch.training.zero import ZeroEngine
-from training.runs import quiet, record_samples, small_settings, stop_after, stopped_run
+from training.runs import leave_out_figures, quiet, record_samples, small_settings, stop_after, stopped_run
 
 
 def spread(folder: str, cases: list[tuple[str, dict[str, Any], int | None]], with_parts: bool) -> None:
@@ -45,6 +45,7 @@ def spread(folder: str, cases: list[tuple[str, dict[str, Any], int | None]], wit
     # One process has all logits at once, these a block of rows' at a time.
     token_loss.LOGITS_AT_ONCE, token_loss.LEAST_ROWS = 256 * 30, 1
     offload_files.SUBGROUP = 700_000  # three groups of matrices
+    leave_out_figures(pytest.MonkeyPatch())
     with leaving_together():
         for name, changes, stop in cases:
             with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +84,7 @@ def _run(patch: pytest.MonkeyPatch, settings: TrainSettings, run: Path, stop: in
 def go_on(run: str, stop: int | None, changes: dict[str, Any], samples: str) -> None:
     """Resume a run, spread in another way, and stop it after a step; each process writes what it trains on."""
     with leaving_together(), pytest.MonkeyPatch.context() as patch:
+        leave_out_figures(patch)
         record_samples(patch, Path(samples))
         if stop is not None:
             stop_after(patch, stop, signal.SIGINT)
@@ -110,6 +112,7 @@ def train_and_stop(folder: str, texts: str, changes: dict[str, Any]) -> None:
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
+        leave_out_figures(patch)
         patch.setattr(LongNetTrainer, "compute_loss", compute_and_stop)
         with pytest.raises(RunError) as raised:
             train(small_settings(Path(texts), **changes), Path(folder) / "run", quiet())

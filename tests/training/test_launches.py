@@ -23,6 +23,7 @@ from dilated_attention_pytorch.training.lease import Lease
 from dilated_attention_pytorch.training.process_identity import Launch, ProcessId, launch_record
 from support.forked import run_forked
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
+from training import failing_rank
 from training.runs import assert_same_weights, quiet, tiny_settings, write_texts
 
 HANG_SECONDS = 1200.0
@@ -52,11 +53,11 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_
     whole = train(tiny_settings(texts, threads=1, device="cpu", precision="float32"), tmp_path / "whole", quiet())
     # It is killed before its first checkpoint, and after it.
     words = ["dies", "0", "2,6", *_words(texts, tmp_path / "run")]
-    ended = run_whole(_command(1, words, "--max-restarts", "2"), HANG_SECONDS, env=_environment())
-    assert ended.returncode == 0, ended.stderr
+    ended = run_forked(failing_rank.launch, 2, *words, folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert ended["code"] == 0, ended["output"]
     assert (tmp_path / "reached-2").exists()
     assert (tmp_path / "reached-6").exists()
-    assert ended.stdout.count("going on after step 4") == 1
+    assert ended["output"].count("going on after step 4") == 1
     down = [
         (fault["after"], fault["step"], fault["down_seconds"]) for fault in read_faults(tmp_path / "run", "resumed")
     ]

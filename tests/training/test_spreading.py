@@ -63,12 +63,6 @@ def test_a_step_takes_as_many_windows_on_any_number_of_processes(
         assert processes % together == 0
 
 
-def test_what_cannot_be_shared_says_what_can() -> None:
-    settings = small_settings(Path("x"), batch_size=3, gradient_accumulation=2)
-    with pytest.raises(RunError, match=r"takes 6 windows, which 4 groups .* go on with 1, 2, 3 or 6 processes"):
-        respread(settings, 1, 4, {})
-
-
 def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, Any], samples: Path) -> None:
     """Resume ``run`` in ranks, stop it after a step, and have ``samples`` filled with what it trains on."""
     ended = run_forked(go_on, run, stop, changes, samples, folder=samples.parent, ranks=processes)
@@ -119,8 +113,14 @@ def test_what_a_run_of_one_process_was_told_stays_when_other_things_change() -> 
     assert (spread.data_parallel, spread.offload, spread.workers) == ("zero1", "optimizer", 1)
 
 
-def test_a_batch_size_that_does_not_divide_a_step_is_refused() -> None:
-    settings = small_settings(Path("x"), batch_size=2, gradient_accumulation=2)
-    message = r"--batch-size 3 must divide the 4 windows that .*; take 1, 2 or 4"
-    with pytest.raises(RunError, match=message):
-        respread(settings, 1, 1, {"batch_size": 3})
+@pytest.mark.parametrize(
+    ("batch_size", "changes", "words"),
+    [
+        (3, {}, r"takes 6 windows, which 4 groups .* go on with 1, 2, 3 or 6 processes"),
+        (2, {"batch_size": 3}, r"--batch-size 3 must divide the 4 windows that .*; take 1, 2 or 4"),
+    ],
+)
+def test_what_cannot_be_shared_says_what_can(batch_size: int, changes: dict[str, Any], words: str) -> None:
+    settings = small_settings(Path("x"), batch_size=batch_size, gradient_accumulation=2)
+    with pytest.raises(RunError, match=words):
+        respread(settings, 1, 1 if changes else 4, changes)

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.process_group import process_rank
+from training.runs import leave_out_figures
 
 TRAIN = "train --preset tiny --steps 4 --save-steps 2 --device cpu --threads 1 --precision float32 --sample-length 1"
 SETTINGS = {
@@ -84,6 +85,7 @@ def start_unlike(place: str, texts: str) -> None:
     folder, rank = Path(place), process_rank()
     begin, go_on = f"{TRAIN} --data {texts} --output {folder}/new", f"train --resume {folder}/run"
     with pytest.MonkeyPatch.context() as monkeypatch:
+        leave_out_figures(monkeypatch)
         monkeypatch.setattr(training_run, "_finish", _end)
         _try([*f"{TRAIN} --data {texts} --output {folder}/run".split()])
     other = folder / f"texts-{rank}"
