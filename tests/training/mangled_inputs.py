@@ -219,7 +219,7 @@ def attempt(world: World, draw: random.Random, folder: Path, kind: Kind) -> Tria
     line = draw.choice(kind.lines.split("\n")).format(w=world.folder, c=copy, n=new)
     what = f"{kind.name}: {said}: {line}"
     before = _state(copy, kind.may_write)
-    outcome, sentence = _outcome(line, what, world, copy)
+    outcome, sentence = _outcome(line, what, world, copy, world.folder / kind.copied)
     assert not world.canary.exists(), f"{what}: it was executed"
     if outcome == "refused":
         assert _state(copy, kind.may_write) == before, f"{what}: something was changed"
@@ -255,7 +255,7 @@ def _damaged(kind: Kind, copy: Path, world: World, draw: random.Random) -> Itera
                 yield draw.choice(DAMAGES)(whole(path), draw)
 
 
-def _outcome(line: str, what: str, world: World, copy: Path) -> tuple[str, str]:
+def _outcome(line: str, what: str, world: World, copy: Path, original: Path) -> tuple[str, str]:
     """How a command ended: "done", or "refused" with its sentence."""
     if line.startswith("ranks "):
         return _as_two_processes(copy, what)
@@ -272,15 +272,15 @@ def _outcome(line: str, what: str, world: World, copy: Path) -> tuple[str, str]:
     if "--cache" in line and "cache of tokens" in what:
         _check_data(began, world, what)
     if line.startswith("train --resume") and began:
-        return _start_of(began[0], world, copy, what), ""
+        return _start_of(began[0], world.other, copy, original, what), ""
     return "done", ""
 
 
-def _start_of(run: Any, world: World, copy: Path, what: str) -> str:
+def _start_of(run: Any, other: Path, copy: Path, original: Path, what: str) -> str:
     """The checkpoint that the run goes on from, which is as it was written."""
     start = run.opened.start.checkpoint
-    ids = [read_sealed(path / SETTINGS_NAME, what="test", remedy="")["run"] for path in (copy, world.other)]
-    written = (world.other if ids[0] == ids[1] else world.folder / "stopped") / start.name
+    ids = [read_sealed(path / SETTINGS_NAME, what="test", remedy="")["run"] for path in (copy, other)]
+    written = (other if ids[0] == ids[1] else original) / start.name
     for name in file_names(1):
         assert (start / name).read_bytes() == (written / name).read_bytes(), f"{what}: {start.name} has another {name}"
     return str(start.name)

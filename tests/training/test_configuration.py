@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.cli.train import defaults_of
-from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, RunError, TrainSettings, train
+from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, TrainSettings, train
 from dilated_attention_pytorch.training.configuration import (
     CONFIGURATION_NAME,
     configuration_text,
@@ -93,13 +92,3 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> 
     assert command.model == dataclasses.replace(tiny.model, num_layers=3)
     assert command.context_length == tiny.context_length
     assert defaults_of([f"--config={file}", "--preset", "cpu"]).context_length == PRESETS["cpu"]().context_length
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is no such file"):
-        read_configuration(tmp_path / "none.toml")
-    with pytest.raises(RunError, match="cannot be read: Is a directory"):
-        read_configuration(tmp_path)
-    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(RunError, match="is not TOML"):
-        read_configuration(tmp_path / "bytes.toml")

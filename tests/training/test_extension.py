@@ -390,22 +390,6 @@ def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_
     assert evaluations[0]["eval_bits_per_byte"] == pytest.approx(math.log2(320) / per_token, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"length": 32}, "length must be more than the 32 tokens that the model has already"),
-        ({"model": "/nowhere/at/all"}, "--model /nowhere/at/all: there is no such folder"),
-        ({"length": 100_000, "batch_tokens": 0}, "fewer than one window of --length 100000"),
-    ],
-)
-def test_what_cannot_be_done_is_said_before_anything_is_written(
-    short: Path, texts: Path, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(RunError, match=words):
-        extend(dataclasses.replace(tiny(short, texts), **changes), tmp_path / "run", quiet())
-    assert not (tmp_path / "run").exists()
-
-
 def test_models_that_cannot_be_extended_are_refused_by_name(texts: Path, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -481,31 +465,6 @@ def test_one_process_uses_one_of_several_devices(
     monkeypatch.setattr(TrainingArguments, "_setup_devices", found)
     outcome = extend(tiny(short, texts, steps=2, eval_steps=2, save_steps=2), tmp_path / "run", quiet())
     assert outcome.step == 2
-
-
-def test_several_processes_are_pointed_to_the_way_for_them(
-    short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="torchrun started 2"):
-        extend(tiny(short, texts), tmp_path / "run", quiet())
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"stages": (64,)}, "stages must rise and end with the length 128"),
-        ({"stages": (128, 64)}, "stages must rise"),
-        ({"stages": (16, 32, 64, 128), "steps": 3}, "no more than the 3 steps"),
-        ({"batch_tokens": 100}, "batch_tokens must hold one window of 128"),
-        ({"pattern": "DilatedPattern([8], [1]"}, "pattern"),
-        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
-        ({"model": ""}, "model must name"),
-    ],
-)
-def test_settings_out_of_range_are_refused(texts: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        dataclasses.replace(tiny(Path("x"), texts), **changes)
 
 
 def test_damaged_and_foreign_runs_are_not_gone_on_with(

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.spreading import respread
 from support.forked import run_forked
@@ -99,12 +98,6 @@ def test_two_processes_then_one_then_four_train_what_one_trains(tmp_path: Path, 
         "{:.1e}, {:.1e}, {:.1e}".format(*found),
     )
     assert max(found) < 1e-5
-
-
-def test_other_flags_than_those_that_spread_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--resume", str(tmp_path), "--context-parallel", "2", "--steps", "3"])
-    assert "so --steps cannot be used with it" in capsys.readouterr().err
 
 
 def test_what_a_run_of_one_process_was_told_stays_when_other_things_change() -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dilated_attention_pytorch.installation import install_command
-from dilated_attention_pytorch.training import RunError, TrainSettings, resume, train
+from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training import trackers as trackers_module
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import Start
@@ -220,17 +220,3 @@ def test_other_processes_than_the_first_track_nothing(tmp_path: Path, monkeypatc
     with tracking(settings, open_run(tmp_path)) as trackers:
         trackers.log(2, {"loss": 1.5})
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"track": ("tensorboard", "comet")}, "track must be different ones of tensorboard, wandb, mlflow, prometheus"),
-        ({"track": ("wandb", "wandb")}, "track must be different ones of"),
-        ({"prometheus_port": 9000}, '"prometheus" in track, got 9000 and .*; add it there, or leave the port out'),
-        ({"prometheus_port": 70000, "track": ("prometheus",)}, "prometheus_port must be at most 65535, got 70000"),
-    ],
-)
-def test_trackers_that_there_are_not_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainSettings.from_dict({**tiny_settings(tmp_path).to_dict(), **changes})
