@@ -30,7 +30,10 @@ from support.forked import run_jobs
 from support.pages import DOCS, ROOT, Command
 from training.runs import stopped_run, tiny_settings, write_texts
 
-SMALL_TRAINING = {"--steps": "2", "--context-length": "64", "--device": "cpu", "--max-tokens": "256"}
+SMALL_TRAINING = {
+    "--steps": "2", "--context-length": "64", "--device": "cpu", "--max-tokens": "256", "--sample-length": "5",
+    "--eval-windows": "1", "--final-eval-windows": "1", "--quarter-files": "1",
+}  # fmt: skip
 """Settings of a run of seconds, beside the preset ``tiny``."""
 FLAG = re.compile(r"--[a-z]")
 
@@ -64,6 +67,8 @@ def train(words: list[str]) -> list[str]:
     small = {"--preset": "tiny", **SMALL_TRAINING}
     if "--packing" not in words:
         del small["--max-tokens"]
+    if "--config" in words:
+        small["--model.num-layers"] = "2"
     if "--tokenizer" in words:
         small["--model.vocab-size"] = "300"
     if "--track" in words:

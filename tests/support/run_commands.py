@@ -9,6 +9,7 @@ program for Python or ``module:function`` with arguments, ``environment``, ``fol
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -35,7 +36,7 @@ import dilated_attention_pytorch.training.trainer  # noqa: F401
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job in processes of its own, which are killed with all that they started after its time."""
+    """Run one job in processes of its own; all that they started and left behind is killed, and they after its time."""
     begin = time.monotonic()
     variables = _of_ranks(job["ranks"]) if job.get("ranks") else [{}]
     children: dict[int, Path] = {}
@@ -47,11 +48,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             os.environ.update(of_rank)
             _become(job, output)
         children[child] = output
-    while any(os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for child in children):
-        if time.monotonic() - begin > job["seconds"]:
-            for child in children:
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    try:
+        while any(os.waitid(os.P_PID, child, options) is None for child in children):
+            if time.monotonic() - begin > job["seconds"]:
+                break
+            time.sleep(0.01)
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):  # one that has no session of its own yet
                 os.killpg(child, signal.SIGKILL)
-        time.sleep(0.01)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in children.values())
     return {"code": max(codes, key=abs), "seconds": time.monotonic() - begin, "output": text}
