@@ -43,20 +43,7 @@ from dilated_attention_pytorch.training.faults import note_fault
 from dilated_attention_pytorch.training.manifest import read_sealed, write_manifest
 from dilated_attention_pytorch.training.stages import StageSettings
 from training import mangling
-from training.damage import (
-    NothingLeft,
-    Watched,
-    change_values,
-    cut,
-    flip_bits,
-    lengthen,
-    link,
-    payload,
-    pipe,
-    remove,
-    whole,
-    zero_a_page,
-)
+from training.damage import DAMAGES, NothingLeft, Watched, payload, whole
 from training.data.test_records import write_arrow, write_jsonl
 from training.runs import quiet, stop_after, stopped_run, tiny_settings, write_texts
 
@@ -187,8 +174,6 @@ KINDS = [
     Kind("pretrained model's tokenizer", "words", "tokenizer*.json", "extend --model {c} --length 64 --data {w}/texts "
          f"--device cpu --output {{n}}/new\n{_EVAL} --data {{w}}/texts"),
 ]  # fmt: skip
-
-DAMAGES = [flip_bits, flip_bits, cut, lengthen, zero_a_page, remove, pipe, link, change_values, change_values]
 
 
 @dataclasses.dataclass(frozen=True)

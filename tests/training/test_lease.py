@@ -185,17 +185,24 @@ def test_a_folder_in_the_place_of_a_lease_is_named(tmp_path: Path, name: str) ->
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Metrics.on_log
-    run = tmp_path / "run"
+def _lose_at_6(monkeypatch: pytest.MonkeyPatch, run: Path) -> threading.Event:
+    """Have another job take the lease when the metrics of step 6 are written, and the event set."""
+    write, lost = Metrics.on_log, threading.Event()
 
     def write_and_lose(self: Metrics, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
         write(self, args, state, control, logs, **options)
         if state.global_step == 6 and "loss" in logs:
             (run / LEASE_NAME).unlink()
             _leave(run, pid=7)
+            lost.set()
 
     monkeypatch.setattr(Metrics, "on_log", write_and_lose)
+    return lost
+
+
+def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    _lose_at_6(monkeypatch, run)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
         # Written at once: a checkpoint still being written when the lease is lost is not published.
         train(tiny_settings(write_texts(tmp_path / "texts"), async_checkpoints=False), run, quiet())
@@ -209,21 +216,13 @@ def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monke
 def test_a_checkpoint_that_is_being_written_when_the_lease_is_lost_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, lost = tmp_path / "run", threading.Event()
-    write, write_manifest = Metrics.on_log, checkpoint_module.write_manifest
-
-    def write_and_lose(self: Metrics, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
-        write(self, args, state, control, logs, **options)
-        if state.global_step == 6 and "loss" in logs:
-            (run / LEASE_NAME).unlink()
-            _leave(run, pid=7)
-            lost.set()
+    run, write_manifest = tmp_path / "run", checkpoint_module.write_manifest
+    lost = _lose_at_6(monkeypatch, run)
 
     def write_when_lost(*args: Any, **options: Any) -> None:
         assert lost.wait(300)
         write_manifest(*args, **options)
 
-    monkeypatch.setattr(Metrics, "on_log", write_and_lose)
     monkeypatch.setattr(checkpoint_module, "write_manifest", write_when_lost)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
         train(tiny_settings(write_texts(tmp_path / "texts")), run, quiet())

@@ -14,7 +14,7 @@ import torch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import Outcome, RunError, TrainSettings, train
 from dilated_attention_pytorch.training import run as training_run
-from training.runs import assert_same_weights, change_sealed, quiet, stop_after, tiny_settings, write_texts
+from training.runs import assert_same_weights, quiet, stop_after, tiny_settings, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +57,6 @@ def test_a_run_of_another_command_line_is_left_alone(settings: TrainSettings, fi
         train(dataclasses.replace(settings, precision=other), finished.run, quiet(), may_resume=True)
     with pytest.raises(RunError, match=r"\(threads [0-9]+ there, 77 here\)"):
         train(dataclasses.replace(settings, precision=chosen, threads=77), finished.run, quiet(), may_resume=True)
-
-
-def test_what_lies_there_is_looked_at_as_before(settings: TrainSettings, finished: Outcome, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "letter.txt").write_text("dear")
-    with pytest.raises(RunError, match="exists and is not empty"):
-        train(settings, tmp_path / "other", quiet(), may_resume=True)
-    record = (finished.run / "training.json").read_text()
-    try:
-        change_sealed(finished.run / "training.json", corpus={})
-        with pytest.raises(RunError, match="describes no run"):
-            train(settings, finished.run, quiet(), may_resume=True)
-    finally:
-        (finished.run / "training.json").write_text(record)
 
 
 def test_of_several_processes_the_first_one_looks_after_all_have_met(

@@ -94,16 +94,10 @@ def test_what_the_engine_cannot_carry_out_is_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"offload": "optimizer"}, 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
-        ({"offload": "parameters", "data_parallel": "zero2"}, 'weights that are split: set data_parallel to "zero3"'),
         ({"offload": "nvme", "offload_folder": "x"}, 'set data_parallel to "zero1", "zero2" or "zero3", got "ddp"'),
         (
             {"offload": "nvme", "offload_folder": "x", "data_parallel": "zero2"},
             'weights that are split: set data_parallel to "zero3", got "zero2"',
-        ),
-        (
-            {"offload": "nvme", "data_parallel": "zero3"},
-            'got offload "nvme" and offload_folder None: set both or none',
         ),
         ({"offload_folder": "x"}, 'got offload "none" and offload_folder x: set both or none'),
     ],
