@@ -68,8 +68,9 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_
 
 MEETING = """
 import sys
+from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.process_group import joined
-with joined("gloo", float(sys.argv[1])):
+with leaving_together(), joined("gloo", float(sys.argv[1])):
     print("met")
 """
 
