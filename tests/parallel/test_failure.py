@@ -185,33 +185,27 @@ def test_processes_end_well(tmp_path: Path) -> None:
     assert codes == [[0, 0]] * len(cases)
 
 
-def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
+@pytest.mark.parametrize("case", ["dies while others wait", pytest.param("stops, heads", marks=pytest.mark.slow)])
+def test_under_torchrun(case: str, tmp_path: Path, figure: Any) -> None:
     """The store is the agent's, which ends all others as soon as one has ended: they say why before they do."""
-    runs = {}
-    for case in ("dies while others wait", "stops, heads"):
-        folder = tmp_path / case[:5]
-        folder.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
-        with (folder / "err").open("w") as err:
-            runs[case] = subprocess.Popen(
-                [*command, "--one", case, str(folder)], stderr=err, text=True, env=environment(), start_new_session=True
-            )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(
+            [*command, "--one", case, str(tmp_path)], stderr=err, text=True, env=environment(), start_new_session=True
+        )
     deadline = time.monotonic() + HANG_SECONDS
     try:
-        for case, process in runs.items():
-            folder = tmp_path / case[:5]
-            while not says(folder) and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert says(folder), (folder / "err").read_text()
-            fault = json.loads((folder / "1.jsonl").read_text())
-            figure(f"failure, rank 1 {case}, under torchrun", f"{time.monotonic() - fault['fault']:.1f} s")
-            if case == "stops, heads":
-                # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
-                os.kill(fault["pid"], signal.SIGCONT)
-            assert process.wait(timeout=HANG_SECONDS) == 1
+        while not says(tmp_path) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert says(tmp_path), (tmp_path / "err").read_text()
+        fault = json.loads((tmp_path / "1.jsonl").read_text())
+        figure(f"failure, rank 1 {case}, under torchrun", f"{time.monotonic() - fault['fault']:.1f} s")
+        if case == "stops, heads":
+            # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
+            os.kill(fault["pid"], signal.SIGCONT)
+        assert process.wait(timeout=HANG_SECONDS) == 1
     finally:
-        for process in runs.values():
-            end_whole(process)
+        end_whole(process)
 
 
 def says(folder: Path) -> bool:
