@@ -182,7 +182,7 @@ def inputs_of_any_magnitude_have_the_gradients_of_one_process(mesh: DeviceMesh) 
                 error = float((mine - theirs).abs().max()) / (max(1.0, size) if name in "qk" else 1.0)
                 assert error < 3e-3 if size == 1e2 else error < 1e-5, (name, size, strategy, error)
                 worst = max(worst, error)
-            if strategy != "heads":  # which draws apart
+            if strategy != "heads" and size > 1e2:  # heads draw apart
                 outs = []
                 for computed in (by_one, by_ranks):
                     torch.manual_seed(3)

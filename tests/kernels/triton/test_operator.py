@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
-from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.ops import operators
 from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
+from support.triton_calls import DEVICE
 
-DEVICE = "cpu" if is_interpreted() else "cuda"
 PATTERN = DilatedPattern([7, 16], [1, 3])
 
 
