@@ -71,10 +71,9 @@ sweep: $(VENV)/dev.stamp  ## the tests that take long; the drawn cases again, te
 sweep-resume: $(VENV)/dev.stamp  ## runs on every mesh that are killed 5 times or broken, and taken up: the same bits at the end; faults that runs survive
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/killed_runs.py $(SWEEP_FOLDER)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/broken_runs.py $(SWEEP_FOLDER)
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/training/faulty_runs.py $(SWEEP_FOLDER)
 
 mangled: $(VENV)/dev.stamp  ## 5,000 run folders and 1,000 other inputs, damaged at random: refused, or read as they were written
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangling --trials 5000 --seed 0 --commands 20
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangled_inputs --trials 5000 --seed 0 --kind "run folder"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m training.mangled_inputs --trials 1000 --seed 0
 
 trackers: $(VENV)/dev.stamp $(VENV)/track.stamp  ## Weights & Biases (offline) and MLflow hold what a run logs; both are large

@@ -26,11 +26,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from slides import made_slides
 from support import pages
+from support.forked import run_jobs
 from support.pages import DOCS, ROOT, Command
-from support.processes import environment
 from training.runs import stopped_run, tiny_settings, write_texts
 
-SMALL_TRAINING = {"--steps": "2", "--context-length": "64", "--device": "cpu", "--max-tokens": "256"}
+SMALL_TRAINING = {
+    "--steps": "2", "--context-length": "64", "--device": "cpu", "--max-tokens": "256", "--sample-length": "5",
+    "--eval-windows": "1", "--final-eval-windows": "1", "--quarter-files": "1",
+}  # fmt: skip
 """Settings of a run of seconds, beside the preset ``tiny``."""
 FLAG = re.compile(r"--[a-z]")
 
@@ -64,6 +67,8 @@ def train(words: list[str]) -> list[str]:
     small = {"--preset": "tiny", **SMALL_TRAINING}
     if "--packing" not in words:
         del small["--max-tokens"]
+    if "--config" in words:
+        small["--model.num-layers"] = "2"
     if "--tokenizer" in words:
         small["--model.vocab-size"] = "300"
     if "--track" in words:
@@ -283,10 +288,10 @@ def ran(commands: list[Command], world: Path, folder: Path) -> list[dict[str, An
         own = folder / str(number)
         shutil.copytree(world, own)
         words = command.words
-        for flag in ("--output", "--html"):  # what a page writes is not there before
-            if flag in words and ("--resume" not in words or "auto" in words):
-                shutil.rmtree(own / words[words.index(flag) + 1], ignore_errors=True)
-                (own / words[words.index(flag) + 1]).unlink(missing_ok=True)
+        if "--output" in words and ("--resume" not in words or "auto" in words):
+            output = own / words[words.index("--output") + 1]  # what a page writes is not there before
+            shutil.rmtree(output, ignore_errors=True)
+            output.unlink(missing_ok=True)
         variables = dict(word.split("=", 1) for word in command.line.split() if re.match(r"[A-Z_]+=", word))
         # None opens a window or asks the network.
         variables |= {"MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1"}
@@ -294,17 +299,7 @@ def ran(commands: list[Command], world: Path, folder: Path) -> list[dict[str, An
             variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "page"}
         jobs.append({"words": run(words), "environment": variables, "folder": str(own), "seconds": 300})
-    env = environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", TRITON_INTERPRET="0")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "run_commands.py")],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=folder,
-        check=True,
-    )
-    results = json.loads(done.stdout)
+    results = run_jobs(jobs)
     for command, result in zip(commands, results, strict=True):
         print(f"{result['code']} {result['seconds']:5.1f} s  {command.where}: {command.line}")
     return [
@@ -321,14 +316,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines_of_the_package() -> tuple[list[Command], list[Command]]:
-    """The first line of every command with the same flags and kinds of files, and all other lines."""
+    """Lines with every flag and kind of file of every command, the longest first, and all other lines."""
     shown = [command for command in COMMANDS if row_of(command).run is not None and "benchmarks." not in command.line]
-    first = {}
-    for command in reversed(shown):
-        flags = {word for word in command.words if FLAG.match(word)}
-        first[*command.words[:2], *sorted(flags | {Path(word).suffix for word in command.words})] = command
-    others = [command for command in shown if command not in first.values()]
-    return list(first.values()), others
+    first, others, seen = [], [], set()
+    for command in sorted(shown, key=lambda command: -len(command.words)):
+        parts = {word for word in command.words if FLAG.match(word)} | {Path(word).suffix for word in command.words}
+        # What is planned for ranks is refused or not by all flags together.
+        kinds = [sorted(parts)] if command.words[0] == "torchrun" else [[part] for part in parts]
+        new = {(*command.words[:2], *kind) for kind in kinds} - seen
+        (first if new else others).append(command)
+        seen |= new
+    return first, others
 
 
 def test_the_commands_of_the_package_run(world: Path, tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +25,7 @@ def largest_error(case: Case) -> float:
     return max(float((got - right).detach().abs().max()) for got, right in pairs)
 
 
-@examples(120)
+@examples(60)
 @given(data=st.data())
 def test_it_equals_the_oracle_in_output_and_gradients(data: st.DataObject) -> None:
     num_groups = data.draw(st.integers(1, 4))
@@ -45,19 +42,3 @@ def test_it_equals_the_oracle_in_output_and_gradients(data: st.DataObject) -> No
         causal=data.draw(st.booleans()),
     )
     assert largest_error(case) < 1e-11
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rows", [1024, 1001])
-def test_it_equals_the_oracle_on_the_paper_s_pattern_scaled_down(rows: int, causal: bool, figure: Any) -> None:
-    case = small_case(
-        rows=rows,
-        heads=12,
-        kv_heads=12,
-        segment_lengths=(64, 128, 256, 512, 1024),
-        dilation_rates=(1, 2, 4, 6, 12),
-        causal=causal,
-    )
-    error = largest_error(case)
-    figure(f"published route, paper's pattern, {rows} rows, causal={causal}: largest float64 error", f"{error:.1e}")
-    assert error < 1e-12

@@ -284,11 +284,11 @@ def test_dropout_masks_of_places_are_independent() -> None:
 
 
 def test_the_paper_configuration_with_a_rate_that_does_not_divide_its_length() -> None:
-    """16384 % 6 != 0 at a thirty-second of the size: w = 512 and r = 6, 12 heads, against the oracle."""
+    """16384 % 6 != 0 at a sixty-fourth of the size: w = 256 and r = 6, 12 heads, against the oracle."""
     from support.oracle import Groups, dense_counts
 
-    groups = Groups((64, 128, 256, 512, 1024), (1, 2, 4, 6, 12))
-    q, k, v = (torch.randn(1, 1251, 12, 8, dtype=torch.float64) for _ in range(3))
-    counts, zero_pad_keys = dense_counts(groups, 1251, 1251, 12)
+    groups = Groups((32, 64, 128, 256, 512), (1, 2, 4, 6, 12))
+    q, k, v = (torch.randn(1, 629, 12, 8, dtype=torch.float64) for _ in range(3))
+    counts, zero_pad_keys = dense_counts(groups, 629, 629, 12)
     want, _ = dense_attention(q, k, v, counts, zero_pad_keys, 8**-0.5)
     torch.testing.assert_close(attend(q, k, v, DilatedPattern(groups.lengths, groups.rates)), want, rtol=0, atol=1e-10)

@@ -33,19 +33,18 @@ def test_blocks_of_documents_in_tiles_that_begin_elsewhere(dtype: torch.dtype) -
         assert (got.double() - want).abs().max() <= tolerance * want.abs().max()
 
 
-@pytest.mark.parametrize(("before", "after"), [(3000, 0), (1100, 900), (1 << 30, 1 << 30)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("before", "after", "causal"), [(1500, 0, True), (600, 450, False), (1 << 30, 1 << 30, True)])
 def test_wide_windows_equal_dense_attention_and_mask_at_their_edges_alone(
     before: int, after: int, causal: bool
 ) -> None:
-    q, k, v, grad = torch.randn(4, 1, 4100, 1, 8, dtype=torch.float64)
+    q, k, v, grad = torch.randn(4, 1, 2100, 1, 8, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found = [
         attend(*leaves, local_window(before, after), is_causal=causal, impl=impl) for impl in ("aten", "reference")
     ]
     for got, want in zip(*([x, *torch.autograd.grad(x, leaves, grad)] for x in found), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
-    steps = plan(CallShape(local_window(before, after), 1, 4100, 4100, 1, 1, 0, 0, causal), 1 << 40)
+    steps = plan(CallShape(local_window(before, after), 1, 2100, 2100, 1, 1, 0, 0, causal), 1 << 40)
     masked = [p for tile in steps.tiles for p in tile.partials if isinstance(p, Partial) and p.band is not None]
     # What is masked is held in memory for the tiles to come.
     assert all(partial.num_keys * partial.num_queries <= 1 << 19 for partial in masked)

@@ -160,7 +160,11 @@ def test_drawn_calls_stay_within_the_budget(impl: str, dtype: torch.dtype) -> No
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("block_size", "width"), [(1, 9), (16, 64), (100, 151), (128, 256), (200, 64), (200, 151), (1500, 9)]
+    ("block_size", "width"),
+    [
+        *[(1, 9), (100, 151), (128, 256), (1500, 9)],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((16, 64), (200, 64), (200, 151))),
+    ],
 )
 def test_blocks_of_any_size_on_any_number_of_threads(block_size: int, width: int) -> None:
     """More keys than are one piece of work, blocks that its pieces would cut, one sequence and head, and more."""

@@ -98,14 +98,14 @@ ROUTES: list[Route] = [(strategy, PATTERN) for strategy in (*BY_ROWS, "heads")]
 
 def dropout_drops_what_one_process_drops(mesh: DeviceMesh, routes: Sequence[Route] = ROUTES[:2]) -> float:
     whole, worst = operands(101, 4, 2, 5), 0.0
-    for strategy, pattern in routes:
+    for index, (strategy, pattern) in enumerate(routes):
         for layout in LAYOUTS:
-            for is_causal in (False, True):
-                torch.manual_seed(3)
-                expected = by_one(whole, pattern, is_causal=is_causal, dropout_p=0.3)
-                torch.manual_seed(3)
-                found = by_ranks(whole, pattern, mesh, layout, strategy=strategy, is_causal=is_causal, dropout_p=0.3)
-                worst = max(worst, largest(found, expected))
+            options = {"is_causal": (layout == "zigzag") != bool(index % 2), "dropout_p": 0.3}
+            torch.manual_seed(3)
+            expected = by_one(whole, pattern, **options)
+            torch.manual_seed(3)
+            found = by_ranks(whole, pattern, mesh, layout, strategy=strategy, **options)
+            worst = max(worst, largest(found, expected))
     assert worst < 1e-12
     return worst
 
@@ -117,14 +117,14 @@ def dropout_by_heads_draws_apart_and_keeps_the_mean(mesh: DeviceMesh) -> float:
     q = draw(1, 64, 1, 4).expand(-1, -1, heads, -1).contiguous()
     shards = [parallel.shard(q, mesh) for _ in range(3)]
     outs = []
-    for seed in range(100):
+    for seed in range(50):
         torch.manual_seed(seed)
         out = parallel.attend(*shards, pattern, mesh=mesh, strategy="heads", sequence_length=64, dropout_p=0.5)
         outs.append(parallel.unshard(out, mesh, sequence_length=64))
     assert all(not torch.equal(outs[0][:, :, 0], outs[0][:, :, head]) for head in range(1, heads))
     mean, kept = torch.stack(outs).mean(0), attend(q, q, q, pattern)
     error = float((mean - kept).abs().max())
-    assert error < 6 * float(torch.stack(outs).std(0).max()) / math.sqrt(100)
+    assert error < 6 * float(torch.stack(outs).std(0).max()) / math.sqrt(50)
     return error
 
 
@@ -182,7 +182,7 @@ def inputs_of_any_magnitude_have_the_gradients_of_one_process(mesh: DeviceMesh) 
                 error = float((mine - theirs).abs().max()) / (max(1.0, size) if name in "qk" else 1.0)
                 assert error < 3e-3 if size == 1e2 else error < 1e-5, (name, size, strategy, error)
                 worst = max(worst, error)
-            if strategy != "heads":  # which draws apart
+            if strategy != "heads" and size > 1e2:  # heads draw apart
                 outs = []
                 for computed in (by_one, by_ranks):
                     torch.manual_seed(3)
@@ -206,28 +206,6 @@ def what_is_not_finite_stays_with_what_sees_it(mesh: DeviceMesh) -> None:
             dirty = by_ranks(spoilt, PATTERN, mesh, layout, strategy=strategy, is_causal=True)
             for a, b in zip(clean[:2], dirty[:2], strict=True):  # output and gradient of the queries
                 torch.testing.assert_close(b[:, :50], a[:, :50])
-
-
-def triton_kernels_give_the_same(mesh: DeviceMesh) -> float | None:
-    """In Triton's interpreter, which is slow: on two ranks. Grouped heads, padding with NaN in it, both routes."""
-    if mesh.size() > 2:
-        return None
-    pattern = DilatedPattern([8, 20], [1, 3])
-    clean = [x[:1] for x in operands(23, 2, 1, 16, torch.float32)]
-    whole = [x.clone() for x in clean]
-    mask = torch.arange(23)[None] % 7 == 3
-    whole[1][mask], whole[2][mask] = math.nan, math.nan
-    worst = 0.0
-    cases = (("ring", "zigzag", True, mask), ("gather", "contiguous", False, None), ("heads", "contiguous", True, mask))
-    for strategy, layout, is_causal, padding in cases:
-        operands_now = whole if padding is not None else clean
-        expected = by_one(operands_now, pattern, is_causal=is_causal, key_padding_mask=padding)
-        found = by_ranks(
-            operands_now, pattern, mesh, layout, padding, strategy=strategy, is_causal=is_causal, impl="triton"
-        )
-        worst = max(worst, largest(found, expected))
-    assert worst < 2e-5
-    return worst
 
 
 def native_kernels_give_the_same(mesh: DeviceMesh) -> float | None:
@@ -419,18 +397,16 @@ def a_compiled_module_breaks_its_graph_at_the_call(mesh: DeviceMesh) -> float:
     """What is around the call is compiled; the call itself is not."""
     whole = operands(10 * mesh.size(), 4, 4, 5)
     expected = by_one([2 * whole[0], *whole[1:]], PATTERN, is_causal=True)
-    worst = 0.0
-    for strategy in ("ring", "heads"):
-        q, k, v, grad = (parallel.shard(x, mesh) for x in whole)
+    q, k, v, grad = (parallel.shard(x, mesh) for x in whole)
 
-        def call(query: Tensor, strategy: str = strategy, key: Tensor = k, value: Tensor = v) -> Tensor:
-            return 3 * parallel.attend(2 * query, key, value, PATTERN, mesh=mesh, strategy=strategy, is_causal=True)
+    def call(query: Tensor) -> Tensor:
+        return 3 * parallel.attend(2 * query, k, v, PATTERN, mesh=mesh, strategy="ring", is_causal=True)
 
-        q.requires_grad_()
-        out = torch.compile(call, backend="aot_eager")(q)
-        out.backward(grad)
-        found = [parallel.unshard(x, mesh) for x in (out.detach(), q.grad)]
-        worst = max(worst, largest(found, [3 * expected[0], 6 * expected[1]]))
+    q.requires_grad_()
+    out = torch.compile(call, backend="aot_eager")(q)
+    out.backward(grad)
+    found = [parallel.unshard(x, mesh) for x in (out.detach(), q.grad)]
+    worst = largest(found, [3 * expected[0], 6 * expected[1]])
     assert worst < 1e-11
     return worst
 

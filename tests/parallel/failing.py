@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # by every rank otherwise, at its first call
@@ -249,7 +249,8 @@ def _computes_for_long(rank: Rank) -> None:
         start = time.monotonic()
         rank.fault(lambda: None)
         while time.monotonic() < start + TIMEOUT_SECONDS + 8.0:
-            sum(range(1000))
+            sum(range(10**6))  # without a pause for the other threads
+            time.sleep(0.2)
     rank.call()
 
 
@@ -327,7 +328,6 @@ def _ends_without_a_word(rank: Rank) -> None:
     rank.call()
 
 
-# The number of ranks, the culprit, and what they do.
 def _passing_on(play: Callable[[Rank], None]) -> Callable[[Rank], None]:
     """Rows are passed on among as few ranks as there are here."""
 
@@ -338,52 +338,88 @@ def _passing_on(play: Callable[[Rank], None]) -> Callable[[Rank], None]:
     return played
 
 
-CASES: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
-    "dies, ring": (4, 1, "ring", _dies),
-    "dies, gather": (3, 1, "gather", _dies),
-    "dies, heads": (3, 1, "heads", _dies),
-    "dies before its first call": (3, 2, "ring", _dies_before_its_first_call),
-    "is killed in backward, ring": (3, 1, "ring", _is_killed_in_backward),
-    "is killed in backward, gather": (3, 1, "gather", _is_killed_in_backward),
-    "dies, rows passed on": (5, 1, "gather", _passing_on(_dies)),
-    "is killed in backward, rows passed on": (5, 2, "gather", _passing_on(_is_killed_in_backward)),
-    "is killed in backward, heads": (3, 1, "heads", _is_killed_in_backward),
-    "stops, ring": (4, 1, "ring", _stops),
-    "stops, gather": (3, 1, "gather", _stops),
-    "stops, heads": (3, 1, "heads", _stops),
-    "stops, two axes, forward": (4, 3, "ring", functools.partial(_stops_in, is_backward=False, num_axes=2)),
-    "stops, two axes, backward": (4, 2, "gather", functools.partial(_stops_in, is_backward=True, num_axes=2)),
-    "stops, unseen by the transport": (4, 3, "ring", _stops_unseen_by_the_transport),
-    "stops, sub-group": (4, 3, "ring", _stops_in_a_sub_group),
-    "tells another to end": (3, 1, "ring", _tells_another_to_end),
-    "dies while others wait": (3, 1, "heads", _dies_while_others_wait),
-    "holds the store and dies": (3, 0, "ring", _dies),
-    "holds the store and stops": (3, 0, "ring", _stops),
-    "refuses, ring": (3, 1, "ring", _refuses),
-    "refuses, gather": (3, 1, "gather", _refuses),
-    "refuses, heads": (3, 1, "heads", _refuses),
-    "holds the store and refuses": (3, 0, "ring", _refuses),
-    "repeats an old call": (3, 1, "ring", _repeats_an_old_call),
-    "skips backward, ring": (3, 1, "ring", _skips_backward),
-    "skips backward, gather": (3, 1, "gather", _skips_backward),
-    "skips backward, heads": (3, 1, "heads", _skips_backward),
-    "skips backward and ends": (3, 1, "ring", _skips_backward_and_ends),
-    "computes for long": (3, 1, "ring", _computes_for_long),
-    "computes for long, two axes": (4, 3, "ring", _computes_for_long_on_two_axes),
-    "dies, all refused before": (3, 1, "ring", _all_refused_before),
-    "dies, two axes": (4, 3, "ring", _dies_on_two_axes),
-    "dies, sub-group": (4, 3, "ring", _dies_in_a_sub_group),
-    "disagrees": (3, 1, "ring", _disagrees),
-    "ends well": (2, -1, "ring", _ends_well),
-    "ends without a word": (2, -1, "ring", _ends_without_a_word),
+class Case(NamedTuple):
+    """Ranks of which one fails."""
+
+    world: int
+    culprit: int
+    strategy: str
+    play: Callable[[Rank], None]
+    said: str = ""
+    """What every other rank says."""
+    is_at_once: bool = False
+    """The others hear of it at once: their groups have no timeout to speak of."""
+    is_slow: bool = False
+    """It is in every run under another strategy, or on fewer axes."""
+
+
+NO_ANSWER = "rank {culprit} does not answer: the process was killed or stopped, or its host cannot be reached"
+REFUSED = r"rank {culprit} refused the call: ValueError: query must have this rank's 16 of the 48 rows .* got 15;"
+LEFT_OUT = "rank 1 has call number 3, rank 0 has 2. A rank left out a call or a backward pass, or made one more"
+STORE = r"rank 0 \(or a launcher\), which holds the store at which the ranks met, does not answer"
+BUSY = "rank {culprit} is alive, but takes no part: it computes for longer than .*made there: 1"
+CASES = {
+    "dies, ring": Case(4, 1, "ring", _dies, NO_ANSWER, is_at_once=True),
+    "dies, gather": Case(3, 1, "gather", _dies, NO_ANSWER, is_at_once=True, is_slow=True),
+    "dies, heads": Case(3, 1, "heads", _dies, NO_ANSWER, is_at_once=True, is_slow=True),
+    "dies before its first call": Case(
+        3,
+        2,
+        "ring",
+        _dies_before_its_first_call,
+        f"{NO_ANSWER}.*had not made a call on this group yet",
+        is_at_once=True,
+    ),
+    "is killed in backward, ring": Case(3, 1, "ring", _is_killed_in_backward, NO_ANSWER, is_at_once=True, is_slow=True),
+    "is killed in backward, gather": Case(
+        3, 1, "gather", _is_killed_in_backward, NO_ANSWER, is_at_once=True, is_slow=True
+    ),
+    "dies, rows passed on": Case(5, 1, "gather", _passing_on(_dies), NO_ANSWER, is_at_once=True),
+    "is killed in backward, rows passed on": Case(
+        5, 2, "gather", _passing_on(_is_killed_in_backward), NO_ANSWER, is_at_once=True
+    ),
+    "is killed in backward, heads": Case(3, 1, "heads", _is_killed_in_backward, NO_ANSWER, is_at_once=True),
+    "stops, ring": Case(4, 1, "ring", _stops, NO_ANSWER, is_slow=True),
+    "stops, gather": Case(3, 1, "gather", _stops, NO_ANSWER),
+    "stops, heads": Case(3, 1, "heads", _stops, NO_ANSWER, is_slow=True),
+    "stops, two axes, forward": Case(
+        4, 3, "ring", functools.partial(_stops_in, is_backward=False, num_axes=2), NO_ANSWER
+    ),
+    "stops, two axes, backward": Case(
+        4, 2, "gather", functools.partial(_stops_in, is_backward=True, num_axes=2), NO_ANSWER, is_slow=True
+    ),
+    "stops, unseen by the transport": Case(
+        4, 3, "ring", _stops_unseen_by_the_transport, f"{NO_ANSWER}.*no sign of life for 10 s"
+    ),
+    "stops, sub-group": Case(4, 3, "ring", _stops_in_a_sub_group),
+    "tells another to end": Case(3, 1, "ring", _tells_another_to_end),
+    "dies while others wait": Case(3, 1, "heads", _dies_while_others_wait, NO_ANSWER, is_at_once=True),
+    "holds the store and dies": Case(3, 0, "ring", _dies, STORE, is_at_once=True),
+    "holds the store and stops": Case(3, 0, "ring", _stops, STORE),
+    "refuses, ring": Case(3, 1, "ring", _refuses, REFUSED, is_at_once=True, is_slow=True),
+    "refuses, gather": Case(3, 1, "gather", _refuses, REFUSED, is_at_once=True),
+    "refuses, heads": Case(3, 1, "heads", _refuses, REFUSED, is_at_once=True, is_slow=True),
+    "holds the store and refuses": Case(3, 0, "ring", _refuses, REFUSED, is_at_once=True),
+    "repeats an old call": Case(3, 1, "ring", _repeats_an_old_call, "rank 1 has is_causal True, rank 0 has False"),
+    "skips backward, ring": Case(3, 1, "ring", _skips_backward, LEFT_OUT),
+    "skips backward, gather": Case(3, 1, "gather", _skips_backward, LEFT_OUT, is_slow=True),
+    "skips backward, heads": Case(3, 1, "heads", _skips_backward, LEFT_OUT, is_slow=True),
+    "skips backward and ends": Case(
+        3, 1, "ring", _skips_backward_and_ends, "rank 1 ended while others waited", is_at_once=True
+    ),
+    "computes for long": Case(3, 1, "ring", _computes_for_long, BUSY),
+    "computes for long, two axes": Case(4, 3, "ring", _computes_for_long_on_two_axes, BUSY, is_slow=True),
+    "dies, all refused before": Case(3, 1, "ring", _all_refused_before, NO_ANSWER, is_at_once=True),
+    "dies, two axes": Case(4, 3, "ring", _dies_on_two_axes, NO_ANSWER),
+    "dies, sub-group": Case(4, 3, "ring", _dies_in_a_sub_group, is_slow=True),
+    "disagrees": Case(3, 1, "ring", _disagrees),
+    "ends well": Case(2, -1, "ring", _ends_well),
+    "ends without a word": Case(2, -1, "ring", _ends_without_a_word),
 }
 
-TRIALS: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
-    f"stops in {'backward' if is_backward else 'forward'}, {strategy}, {num_axes} axis, rank {culprit} of {world}": (
-        world,
-        culprit,
-        strategy,
-        functools.partial(_stops_in, is_backward=is_backward, num_axes=num_axes),
+TRIALS = {
+    f"stops in {pass_}, {strategy}, {num_axes} axis, rank {culprit} of {world}": Case(
+        world, culprit, strategy, functools.partial(_stops_in, is_backward=pass_ == "backward", num_axes=num_axes)
     )
     for strategy, num_axes, world, culprits in (
         ("ring", 1, 3, (1, 2)),
@@ -393,39 +429,18 @@ TRIALS: dict[str, tuple[int, int, str, Callable[[Rank], None]]] = {
         ("gather", 2, 4, (2, 3)),
     )
     for culprit in culprits
-    for is_backward in (False, True)
+    for pass_ in ("forward", "backward")
 }
 """Twenty, for ``stop_trials.py``. Rank 0 holds the store; that it stops is one of the cases."""
 CASES |= TRIALS
 
-AT_ONCE = {
-    "dies, ring",
-    "dies, gather",
-    "dies, heads",
-    "is killed in backward, ring",
-    "refuses, ring",
-    "is killed in backward, gather",
-    "dies, rows passed on",
-    "is killed in backward, rows passed on",
-    "refuses, gather",
-    "is killed in backward, heads",
-    "refuses, heads",
-    "holds the store and dies",
-    "holds the store and refuses",
-    "dies while others wait",
-    "dies before its first call",
-    "dies, all refused before",
-    "skips backward and ends",
-}
-"""Cases that the others hear of at once: their groups have no timeout to speak of."""
 
-
-def run_rank(case: str, file: Path) -> None:
+def run_rank(name: str, file: Path) -> None:
     """This process's part of a case; the variables of its environment say which."""
-    _, culprit, strategy, play = CASES[case]
+    case = CASES[name]
     torch.set_num_threads(1)
-    is_unseen = play is _stops_unseen_by_the_transport
-    timeout = NEVER_SECONDS if is_unseen or case in AT_ONCE else TIMEOUT_SECONDS
+    is_unseen = case.play is _stops_unseen_by_the_transport
+    timeout = NEVER_SECONDS if is_unseen or case.is_at_once else TIMEOUT_SECONDS
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_SECONDS))
@@ -434,7 +449,7 @@ def run_rank(case: str, file: Path) -> None:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG_SECONDS)
             )
-        play(Rank(culprit, strategy, file, timeout))
+        case.play(Rank(case.culprit, case.strategy, file, timeout))
     except Exception as error:
         transport = str(error.__cause__ or "")
         _report(file, error=type(error).__name__, message=str(error), transport=transport, at=time.monotonic())
@@ -512,7 +527,7 @@ def run_cases(folder: Path, cases: list[str]) -> None:
     gc.freeze()  # the forked processes need not copy what none of them changes
     try:
         for place, case in enumerate(cases):
-            world = CASES[case][0]
+            world = CASES[case].world
             files = [folder / f"{place}-{rank}.jsonl" for rank in range(world)]
             for rank, file in enumerate(files):
                 pid = os.fork()
@@ -532,7 +547,7 @@ def run_cases(folder: Path, cases: list[str]) -> None:
     results = []
     for place, case in enumerate(cases):
         ranks = []
-        for rank in range(CASES[case][0]):
+        for rank in range(CASES[case].world):
             file = folder / f"{place}-{rank}.jsonl"
             result: dict[str, Any] = {"code": running.codes[file]} if file in running.codes else {}
             result["reports"] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

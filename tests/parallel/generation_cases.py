@@ -50,7 +50,7 @@ CASES = {
         {"segment_lengths": [11, 1000], "dilation_rates": [2, 5]}, 1, 37, "zigzag", "heads"
     ),
     "a rate that the ranks divide": Case(
-        {"segment_lengths": [8, 16], "dilation_rates": [2, 4]}, 2, 32, "contiguous", "gather"
+        {"segment_lengths": [8, 18], "dilation_rates": [2, 3]}, 2, 36, "contiguous", "gather"
     ),
     "no group with every row": Case(
         {"segment_lengths": [5, 13, 29], "dilation_rates": [4, 2, 6], "num_kv_heads": 1}, 2, 43, "contiguous"

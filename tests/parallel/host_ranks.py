@@ -1,7 +1,6 @@
-"""Run under torchrun, on several hosts: what the ranks compute beside what one process does, or calls until one fails.
+"""Run under torchrun, on several hosts: what ranks compute beside what one process does, then calls until one fails.
 
-torchrun ... host_ranks.py compare FOLDER
-torchrun ... host_ranks.py loop FOLDER
+torchrun ... host_ranks.py FOLDER
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch import DilatedPattern, attend, parallel
-from dilated_attention_pytorch.parallel.communicator import communicator_of
-from dilated_attention_pytorch.parallel.groups import wait_at_most
+from dilated_attention_pytorch.parallel.communicator import _connections, communicator_of
+from dilated_attention_pytorch.parallel.groups import as_long_as_all, wait_at_most
 from ranks import mesh_of
 
 TIMEOUT_SECONDS = 6.0
@@ -68,6 +67,11 @@ def largest_error(name: str) -> tuple[float, int, float]:
 def loop(file: Path) -> None:
     """Calls, until a rank fails; says when the first has been made and what the failure was."""
     mesh = mesh_of((4,))
+    communicator = communicator_of(mesh)
+    communicator.has_tags = True
+    wait_at_most(TIMEOUT_SECONDS)
+    communicator._timeout = as_long_as_all(mesh.get_group())
+    _connections().monitor.wait_at_most(TIMEOUT_SECONDS)
     q, k, v = (torch.randn(1, 64, 4, 16) for _ in range(3))
     try:
         while True:
@@ -81,19 +85,15 @@ def loop(file: Path) -> None:
 
 
 def main() -> None:
-    """One of the two."""
+    """Both."""
     torch.set_num_threads(1)
-    mode, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     # All have to start within it: on a busy machine that takes longer than the loop is to wait for a rank.
     dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_SECONDS))
-    file = folder / f"{mode}-{dist.get_rank()}.json"
-    if mode == "loop":
-        wait_at_most(TIMEOUT_SECONDS)
-        loop(file)
     found = {name: largest_error(name) for name in MESHES}
-    file.write_text(json.dumps(found))
+    (folder / f"compare-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    loop(folder / f"loop-{dist.get_rank()}.json")
 
 
 if __name__ == "__main__":

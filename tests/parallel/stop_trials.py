@@ -31,7 +31,7 @@ def main() -> None:
             )
             results = json.loads((Path(folder) / "results.json").read_text())
         for case, ranks in zip(cases, results, strict=True):
-            culprit = CASES[case][1]
+            culprit = CASES[case].culprit
             fault = next(report["fault"] for report in ranks[culprit]["reports"] if "fault" in report)
             said = [report for number, rank in enumerate(ranks) if number != culprit for report in rank["reports"]]
             named = [report for report in said if f": rank {culprit} does not answer" in report["message"]]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from failing import CASES, DISAGREEMENTS
+from failing import CASES, DISAGREEMENTS, NO_ANSWER, TRIALS
 from support.processes import end_whole, environment, run_whole
 
 PROGRAM = Path(__file__).with_name("failing.py")
@@ -23,63 +23,10 @@ LATEST_SECONDS = 120.0
 fast it is says ``stop_trials.py``."""
 HANG_SECONDS = 1200.0
 
-NO_ANSWER = "rank {culprit} does not answer: the process was killed or stopped, or its host cannot be reached"
-REFUSED = r"rank {culprit} refused the call: ValueError: query must have this rank's 16 of the 48 rows .* got 15;"
-LEFT_OUT = "rank 1 has call number 3, rank 0 has 2. A rank left out a call or a backward pass, or made one more"
-STORE = r"rank 0 \(or a launcher\), which holds the store at which the ranks met, does not answer"
-
-# What every other rank says.
-NAMED: dict[str, str] = {
-    "dies, ring": NO_ANSWER,
-    "stops, ring": NO_ANSWER,
-    "dies, gather": NO_ANSWER,
-    "stops, gather": NO_ANSWER,
-    "dies, heads": NO_ANSWER,
-    "stops, heads": NO_ANSWER,
-    "dies, two axes": NO_ANSWER,
-    "holds the store and stops": STORE,
-    "is killed in backward, ring": NO_ANSWER,
-    "refuses, ring": REFUSED,
-    "is killed in backward, gather": NO_ANSWER,
-    "dies, rows passed on": NO_ANSWER,
-    "is killed in backward, rows passed on": NO_ANSWER,
-    "refuses, gather": REFUSED,
-    "is killed in backward, heads": NO_ANSWER,
-    "refuses, heads": REFUSED,
-    "holds the store and dies": STORE,
-    "holds the store and refuses": REFUSED,
-    "stops, two axes, forward": NO_ANSWER,
-    "stops, two axes, backward": NO_ANSWER,
-    "stops, unseen by the transport": f"{NO_ANSWER}.*no sign of life for 10 s",
-    "dies while others wait": NO_ANSWER,
-    "computes for long": "rank 1 is alive, but takes no part: it computes for longer than .*made there: 1",
-    "computes for long, two axes": "rank 3 is alive, but takes no part: it computes for longer than .*made there: 1",
-    "skips backward, ring": LEFT_OUT,
-    "dies before its first call": f"{NO_ANSWER}.*had not made a call on this group yet",
-    "skips backward, gather": LEFT_OUT,
-    "dies, all refused before": NO_ANSWER,
-    "skips backward, heads": LEFT_OUT,
-    "repeats an old call": "rank 1 has is_causal True, rank 0 has False",
-    "skips backward and ends": "rank 1 ended while others waited",
-}
-OTHERS = ("dies, sub-group", "stops, sub-group", "disagrees", "tells another to end")
-# A fault that is in every run under another strategy, or on fewer axes.
-IN_THE_SWEEP = (
-    "dies, gather",
-    "dies, heads",
-    "stops, ring",
-    "stops, heads",
-    "refuses, ring",
-    "refuses, heads",
-    "is killed in backward, ring",
-    "is killed in backward, gather",
-    "stops, two axes, backward",
-    "computes for long, two axes",
-    "skips backward, gather",
-    "skips backward, heads",
-    "dies, sub-group",
-)
-IN_EVERY_RUN = tuple(case for case in (*NAMED, *OTHERS) if case not in IN_THE_SWEEP)
+END_WELL = ("ends well", "ends without a word")
+"""The monitor's thread neither holds up nor aborts the interpreter's exit."""
+IN_THE_SWEEP = [name for name, case in CASES.items() if case.is_slow]
+IN_EVERY_RUN = [*(name for name, case in CASES.items() if not case.is_slow and name not in TRIALS), *END_WELL]
 
 
 def run(folder: Path, cases: list[str]) -> list[list[dict[str, Any]]]:
@@ -102,9 +49,11 @@ def said(rank: dict[str, Any]) -> dict[str, Any]:
     "cases",
     [pytest.param(IN_EVERY_RUN, id="every fault"), pytest.param(IN_THE_SWEEP, id="more", marks=pytest.mark.slow)],
 )
-def test_a_failing_rank_ends_every_other_one_with_its_name(cases: tuple[str, ...], tmp_path: Path, figure: Any) -> None:
-    for case, ranks in zip(cases, run(tmp_path, list(cases)), strict=True):
-        if case == "disagrees":
+def test_a_failing_rank_ends_every_other_one_with_its_name(cases: list[str], tmp_path: Path, figure: Any) -> None:
+    for case, ranks in zip(cases, run(tmp_path, cases), strict=True):
+        if case in END_WELL:
+            assert [rank.get("code") for rank in ranks] == [0, 0], (case, ranks)
+        elif case == "disagrees":
             check_disagreements(ranks, figure)
         elif case == "tells another to end":
             check_told(ranks, figure)
@@ -116,8 +65,8 @@ def test_a_failing_rank_ends_every_other_one_with_its_name(cases: tuple[str, ...
 
 def check_named(case: str, ranks: list[dict[str, Any]], figure: Any) -> None:
     """All other ranks name the culprit, in the same words."""
-    culprit = CASES[case][1]
-    expected = NAMED[case].format(culprit=culprit)
+    culprit = CASES[case].culprit
+    expected = CASES[case].said.format(culprit=culprit)
     faults = [report["fault"] for report in ranks[culprit]["reports"] if "fault" in report]
     assert len(faults) == 1, (case, ranks)
     survivors = [rank for number, rank in enumerate(ranks) if number != culprit]
@@ -178,40 +127,27 @@ def check_told(ranks: list[dict[str, Any]], figure: Any) -> None:
     figure("failure, rank 2 is told to end while it waits for rank 1", lines[0])
 
 
-def test_processes_end_well(tmp_path: Path) -> None:
-    """The monitor's thread neither holds up nor aborts the interpreter's exit."""
-    cases = ["ends well", "ends without a word"] * 4
-    codes = [[rank.get("code") for rank in ranks] for ranks in run(tmp_path, cases)]
-    assert codes == [[0, 0]] * len(cases)
-
-
-def test_under_torchrun(tmp_path: Path, figure: Any) -> None:
+@pytest.mark.parametrize("case", ["dies while others wait", pytest.param("stops, heads", marks=pytest.mark.slow)])
+def test_under_torchrun(case: str, tmp_path: Path, figure: Any) -> None:
     """The store is the agent's, which ends all others as soon as one has ended: they say why before they do."""
-    runs = {}
-    for case in ("dies while others wait", "stops, heads"):
-        folder = tmp_path / case[:5]
-        folder.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
-        with (folder / "err").open("w") as err:
-            runs[case] = subprocess.Popen(
-                [*command, "--one", case, str(folder)], stderr=err, text=True, env=environment(), start_new_session=True
-            )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(PROGRAM)]
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(
+            [*command, "--one", case, str(tmp_path)], stderr=err, text=True, env=environment(), start_new_session=True
+        )
     deadline = time.monotonic() + HANG_SECONDS
     try:
-        for case, process in runs.items():
-            folder = tmp_path / case[:5]
-            while not says(folder) and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert says(folder), (folder / "err").read_text()
-            fault = json.loads((folder / "1.jsonl").read_text())
-            figure(f"failure, rank 1 {case}, under torchrun", f"{time.monotonic() - fault['fault']:.1f} s")
-            if case == "stops, heads":
-                # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
-                os.kill(fault["pid"], signal.SIGCONT)
-            assert process.wait(timeout=HANG_SECONDS) == 1
+        while not says(tmp_path) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert says(tmp_path), (tmp_path / "err").read_text()
+        fault = json.loads((tmp_path / "1.jsonl").read_text())
+        figure(f"failure, rank 1 {case}, under torchrun", f"{time.monotonic() - fault['fault']:.1f} s")
+        if case == "stops, heads":
+            # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
+            os.kill(fault["pid"], signal.SIGCONT)
+        assert process.wait(timeout=HANG_SECONDS) == 1
     finally:
-        for process in runs.values():
-            end_whole(process)
+        end_whole(process)
 
 
 def says(folder: Path) -> bool:

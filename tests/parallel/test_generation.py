@@ -17,7 +17,7 @@ TOLERANCE = 1e-10
 Results = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 def ranks(request: pytest.FixtureRequest) -> Results:
     """What every rank returns from all cases, in one launch for each number of ranks."""
     return run_ranks(request.param, run_all)

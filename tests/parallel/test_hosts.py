@@ -43,14 +43,14 @@ class Host:
     def run(self, command: str) -> str:
         return _run(f"ip netns exec {self.name} {command}")
 
-    def start(self, hosts: list[Host], mode: str, folder: Path) -> subprocess.Popen[bytes]:
+    def start(self, hosts: list[Host], folder: Path) -> subprocess.Popen[bytes]:
         """torchrun with two processes."""
         place = hosts.index(self)
         launch = [
             "ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run",
             "--nnodes", str(len(hosts)), "--nproc-per-node", "2", "--node-rank", str(place), "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"{hosts[0].address}:29400", "--rdzv-id", "hosts",
-            "--rdzv-conf", f"is_host={int(place == 0)}", "--local-addr", self.address, str(PROGRAM), mode, str(folder),
+            "--rdzv-conf", f"is_host={int(place == 0)}", "--local-addr", self.address, str(PROGRAM), str(folder),
         ]  # fmt: skip
         env = environment(GLOO_SOCKET_IFNAME=self.link)
         with (folder / f"{place}.err").open("w") as errors:
@@ -105,37 +105,19 @@ def impede(hosts: list[Host]) -> str:
     pytest.skip("the kernel has neither netem nor tbf to impede a link with")
 
 
-def test_two_hosts_compute_what_one_process_does(hosts: list[Host], tmp_path: Path, figure: Any) -> None:
+def test_two_hosts_compute_what_one_process_does_and_a_link_that_is_cut_ends_the_ranks_of_both(
+    hosts: list[Host], tmp_path: Path, figure: Any
+) -> None:
     discipline = impede(hosts)
-    processes = [host.start(hosts, "compare", tmp_path) for host in hosts]
-    for place, process in enumerate(processes):
-        assert process.wait(timeout=HANG_SECONDS) == 0, (tmp_path / f"{place}.err").read_text()
-    found = [json.loads((tmp_path / f"compare-{rank}.json").read_text()) for rank in range(4)]
-    for name in MESHES:
-        worst = max(rank[name][0] for rank in found)
-        sent, seconds = sum(rank[name][1] for rank in found), max(rank[name][2] for rank in found)
-        assert worst <= TOLERANCE, (name, worst)
-        figure(f"two hosts, {name}", f"largest float64 error {worst:.1e}, {sent:,} bytes sent in {seconds:.1f} s")
-    lost = 0
-    for host in hosts:
-        statistics = host.run(f"tc -s qdisc show dev {host.link}")
-        dropped = re.search(r"dropped (\d+)", statistics)
-        assert dropped is not None, statistics
-        lost += int(dropped[1])
-        sent_bytes = re.search(r"Sent (\d+) bytes (\d+) pkt", statistics)
-        assert sent_bytes is not None, statistics
-        figure(f"two hosts, {host.address}", f"{discipline}: {sent_bytes[2]} packets sent, {dropped[1]} lost")
-    assert lost > 0, "the link lost nothing, so the test did not test what it is for"
-
-
-def test_a_link_that_is_cut_ends_the_ranks_of_both_hosts(hosts: list[Host], tmp_path: Path, figure: Any) -> None:
-    processes = [host.start(hosts, "loop", tmp_path) for host in hosts]
+    processes = [host.start(hosts, tmp_path) for host in hosts]
     files = [tmp_path / f"loop-{rank}.json" for rank in range(4)]
     try:
-        _wait_for(lambda: all(file.exists() for file in files), HANG_SECONDS, processes)
+        _wait_for(lambda: all(file.exists() for file in files), HANG_SECONDS, processes, tmp_path)
+        check_results([json.loads((tmp_path / f"compare-{rank}.json").read_text()) for rank in range(4)], figure)
+        check_losses(hosts, discipline, figure)
         hosts[0].run(f"ip link set {hosts[0].link} down")
         cut = time.monotonic()
-        _wait_for(lambda: all("message" in file.read_text() for file in files), LATEST_SECONDS, processes)
+        _wait_for(lambda: all("message" in file.read_text() for file in files), LATEST_SECONDS, [], tmp_path)
     finally:
         for process in processes:
             process.kill()
@@ -153,8 +135,35 @@ def test_a_link_that_is_cut_ends_the_ranks_of_both_hosts(hosts: list[Host], tmp_
         assert "torchrun's agent on the first host, which holds the store" in report["message"], report
 
 
-def _wait_for(is_done: Any, seconds: float, processes: list[subprocess.Popen[bytes]]) -> None:
+def check_results(found: list[dict[str, tuple[float, int, float]]], figure: Any) -> None:
+    """Every rank has the rows of one process."""
+    for name in MESHES:
+        worst = max(rank[name][0] for rank in found)
+        sent, seconds = sum(rank[name][1] for rank in found), max(rank[name][2] for rank in found)
+        assert worst <= TOLERANCE, (name, worst)
+        figure(f"two hosts, {name}", f"largest float64 error {worst:.1e}, {sent:,} bytes sent in {seconds:.1f} s")
+
+
+def check_losses(hosts: list[Host], discipline: str, figure: Any) -> None:
+    """The link has lost packets, or the test did not test what it is for."""
+    lost = 0
+    for host in hosts:
+        statistics = host.run(f"tc -s qdisc show dev {host.link}")
+        dropped = re.search(r"dropped (\d+)", statistics)
+        sent_bytes = re.search(r"Sent (\d+) bytes (\d+) pkt", statistics)
+        assert dropped is not None, statistics
+        assert sent_bytes is not None, statistics
+        lost += int(dropped[1])
+        figure(f"two hosts, {host.address}", f"{discipline}: {sent_bytes[2]} packets sent, {dropped[1]} lost")
+    assert lost > 0
+
+
+def _wait_for(is_done: Any, seconds: float, running: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Until it is so; an error if one of the processes ends before."""
     deadline = time.monotonic() + seconds
     while not is_done():
-        assert time.monotonic() < deadline, [process.poll() for process in processes]
+        ended = [process.poll() for process in running if process.poll() is not None]
+        errors = "".join(file.read_text() for file in folder.glob("*.err"))
+        assert not ended, errors
+        assert time.monotonic() < deadline, errors
         time.sleep(0.1)

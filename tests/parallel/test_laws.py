@@ -16,7 +16,6 @@ CHECKS: list[checks.Check] = [
     checks.inputs_of_any_magnitude_have_the_gradients_of_one_process,
     checks.what_is_not_finite_stays_with_what_sees_it,
     checks.native_kernels_give_the_same,
-    checks.triton_kernels_give_the_same,
     checks.what_lies_at_padded_keys_is_never_read,
     checks.the_future_changes_nothing_before_it,
     checks.autocast_casts_as_it_does_locally,
@@ -33,7 +32,7 @@ CHECKS: list[checks.Check] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="module", params=[4, pytest.param(2, marks=pytest.mark.slow)], ids="{} ranks".format)
 def found(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, tuple[str | None, Any]]]]:
     return request.param, run_ranks(request.param, checks.run_checks, CHECKS)
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_drawn_calls_equal_the_oracle(world: int, figure: Any) -> None:
-    cases = draw_cases(world, {1: 20, 2: 60, 3: 60, 4: 80}[world])
+    cases = draw_cases(world, {1: 10, 2: 30, 3: 40, 4: 60}[world])
     errors = run_ranks(world, largest_errors, cases)[0]
     for case, of_case in zip(cases, errors, strict=True):
         assert max(of_case.values()) <= 1e-10, (of_case, case)

@@ -14,7 +14,7 @@ from drawn_shards import NAMES, ShardedCase, draw_cases, planned
 from ranks import run_ranks
 from rule_checks import CHECKS, run_all
 
-NUMBER = 40
+NUMBER = 30
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def test_a_cell_holds_the_sum_of_the_dense_counts(call: DrawnCall, cells: int) -
 
 
 @given(block_calls(sizes=replace(DENSE, lengths=st.integers(257, 3000), segments=st.integers(1, 3000), kv_heads=3)))
-@examples(50)
+@examples(20)
 def test_the_drawn_density_is_the_density(call: DrawnCall) -> None:
     length, heads = call.num_queries, call.kv_heads
     figure, drawn = drawn_image(call.pattern, length, heads, is_causal=call.is_causal)

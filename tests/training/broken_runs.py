@@ -3,12 +3,14 @@
     python tests/training/broken_runs.py FOLDER [--meshes ddp fsdp ...] [--kinds loss gradient ...] [--steps 8 9 10]
 
 What is broken is broken on the last rank alone, at the end of a drawn step. The run is then taken up, and must end bit
-for bit where one ends that was left alone.
+for bit where one ends that was left alone. With the kind "skip" a batch that is NaN there is left out by all ranks: the
+bits of the end are those of a run that left it out from its beginning.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import re
 import shutil
@@ -23,9 +25,12 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from dilated_attention_pytorch.training.checkpoint import checkpoint_step, latest_checkpoint
+from dilated_attention_pytorch.training.faults import read_faults
+from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
-from training.killed_runs import HANGS, MESHES, finish, launch, left_alone, what_differs
+from training.killed_runs import HANGS, MESHES, finish, launch, left_alone, settings_of, what_differs
+from training.runs import assert_same_weights, write_texts
 
 KINDS = ("loss", "gradient", "weight", "state")
 VALUES = {"loss": math.nan, "gradient": math.inf, "weight": math.nan, "state": math.inf}
@@ -125,22 +130,56 @@ def break_and_resume(folder: Path, mesh: str, optimizer: str, *, kind: str, step
     return words
 
 
+def left_out(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Have runs of this process leave out the batches of ``steps`` from their beginning."""
+    build = OpenRun.__init__
+
+    def build_with_steps(self: OpenRun, **given: Any) -> None:
+        build(self, **given | {"skipped": frozenset(steps)})
+
+    monkeypatch.setattr(OpenRun, "__init__", build_with_steps)
+
+
+def break_and_skip(folder: Path, mesh: str, optimizer: str, *, step: int, steps: int) -> str:
+    """What became of a run that leaves out a batch, after its weights were compared."""
+    size, log = MESHES[mesh][0], folder / "log"
+    settings = dataclasses.replace(settings_of(folder / "texts", mesh, optimizer, steps), on_nan="skip")
+    run, other = folder / "skipping", folder / "left-out"
+
+    def break_last(rank: int) -> None:
+        if rank == size - 1:
+            break_at(pytest.MonkeyPatch(), "loss", step)
+
+    finish(settings, run, size, log, break_last)
+    finish(settings, other, size, log, lambda rank: left_out(pytest.MonkeyPatch(), step))
+    assert_same_weights(run, other)
+    kinds = ", ".join(fault["kind"] for fault in read_faults(run))
+    for place in (run, other):
+        shutil.rmtree(place)
+    return kinds
+
+
 def main() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--optimizers", nargs="+", default=["muon"], choices=["muon", "adamw"])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS, "skip"], choices=[*KINDS, "skip"])
     parser.add_argument("--steps", nargs="+", type=int, default=[8, 9, 10], help="steps to break; every third is saved")
     parser.add_argument("--total", type=int, default=11, help="steps of the whole run")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if not (given.folder / "texts").exists():
+        write_texts(given.folder / "texts")
     for mesh in given.meshes:
         for optimizer in given.optimizers:
             for kind in given.kinds:
                 for step in given.steps:
-                    words = break_and_resume(given.folder, mesh, optimizer, kind=kind, step=step, steps=given.total)
+                    if kind == "skip":
+                        words = break_and_skip(given.folder, mesh, optimizer, step=step, steps=given.total)
+                    else:
+                        words = break_and_resume(given.folder, mesh, optimizer, kind=kind, step=step, steps=given.total)
                     print(f"{mesh}, {optimizer}, {kind} of step {step}: {words}", flush=True)
 
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from training.runs import write_texts
+from training.runs import leave_out_figures, write_texts
 
 
 @pytest.fixture(autouse=True, scope="module")
 def draw_losses() -> Iterator[Callable[..., Any]]:
-    """The function that draws the chart of a run, which runs of these tests leave out.
-
-    To draw and to measure takes as long as the steps of a run.
-    """
-    from dilated_attention_pytorch.training import evaluation, lifecycle
+    """The function that draws the chart of a run, which runs of these tests leave out."""
+    from dilated_attention_pytorch.training import evaluation
 
     draws = evaluation.draw_losses
+    gc.freeze()  # a run collects garbage, and would go through all that runs before it have imported
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "draw_losses", lambda *args, **options: None)
-        patch.setattr(lifecycle, "matrix_product_rate", functools.cache(lifecycle.matrix_product_rate))
+        leave_out_figures(patch)
         yield draws
 
 

@@ -39,6 +39,11 @@ class Watched:
         """What a payload makes."""
         return self.folder / "canary"
 
+    @property
+    def other(self) -> Path:
+        """A run with the settings of the one that is damaged."""
+        return self.folder / "other"
+
 
 class NothingLeft(Exception):
     """There is nothing that this damage could be done to."""
@@ -171,3 +176,7 @@ def _changed(values: Any, draw: random.Random) -> Any:
         place = draw.randrange(len(values))
         return [*values[:place], _changed(values[place], draw), *values[place + 1 :]]
     return draw.choice(ODD)
+
+
+DAMAGES = [flip_bits, flip_bits, cut, lengthen, zero_a_page, remove, pipe, link, change_values, change_values]
+"""Those of a file by itself."""

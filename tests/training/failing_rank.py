@@ -15,10 +15,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import Trainer
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training.process_group import process_rank
+from training.runs import leave_out_figures
 
 
 def fail(way: str, rank: int, steps: set[int], folder: Path) -> None:
@@ -39,8 +42,29 @@ def fail(way: str, rank: int, steps: set[int], folder: Path) -> None:
     Trainer.training_step = training_step
 
 
-if __name__ == "__main__":
-    words = sys.argv[4:]
+def run(way: str, rank: str, steps: str, *words: str) -> None:
+    """Be one of the ranks."""
+    leave_out_figures(pytest.MonkeyPatch())
     output = Path(words[words.index("--output") + 1])
-    fail(sys.argv[1], int(sys.argv[2]), set(map(int, sys.argv[3].split(","))), output.parent)
-    main(words)
+    fail(way, int(rank), set(map(int, steps.split(","))), output.parent)
+    main(list(words))
+
+
+def launch(max_restarts: int, *words: str) -> None:
+    """The agent of torchrun for one rank, which it forks."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=1,
+        run_id="of-a-test",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, run)(*words)
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])

@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -36,8 +37,7 @@ from dilated_attention_pytorch.training.optimizer import MuonWithAdamW, ShardedM
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 from support.processes import free_port
 from training.compared import furthest
-from training.runs import quiet, weights, write_texts
-from training.spread_runs import small_settings
+from training.runs import leave_out_figures, quiet, small_settings, weights, write_texts
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
@@ -165,6 +165,7 @@ def _rank(
             MASTER_ADDR="localhost",
             MASTER_PORT=str(port),
         )
+    leave_out_figures(pytest.MonkeyPatch())
     _watch(reach, note_step if rank == 0 else None)
     if disturb is not None:
         disturb(rank)
@@ -203,9 +204,11 @@ def _watch(reach: Connection, note_step: int | None) -> None:
     register_optimizer_step_pre_hook(compare)
 
 
-def finish(settings: TrainSettings, output: Path, size: int, log: Path) -> None:
+def finish(
+    settings: TrainSettings, output: Path, size: int, log: Path, disturb: Callable[[int], None] | None = None
+) -> None:
     """Begin the run or take it up, and let it come to its end."""
-    attempt = launch(settings, output, size, log)
+    attempt = launch(settings, output, size, log, disturb=disturb)
     ended = attempt.wait(HANGS)
     attempt.end()
     assert ended, f"the run hangs: {attempt.said()}"

@@ -1,9 +1,9 @@
 """Whatever a command reads, mangled at random: it ends as it should, or in a sentence, and nothing is executed or lost.
 
-    PYTHONPATH=tests python -m training.mangled_inputs --trials 1000 --seed 0
+    PYTHONPATH=tests python -m training.mangled_inputs --trials 1000 --seed 0 [--kind "run folder"]
 
 Every trial copies what a command reads, damages it, and runs the real command within this process, up to the training
-itself. :mod:`training.mangling` does the same to the checkpoints of a run, and trains on from them.
+itself. A run goes on from a checkpoint as it was written, or not at all.
 """
 
 from __future__ import annotations
@@ -36,26 +36,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dilated_attention_pytorch.cli import main as run_command
 from dilated_attention_pytorch.training import ExtensionSettings, RunError, extend, extension, lease, train
 from dilated_attention_pytorch.training import run as training_run
-from dilated_attention_pytorch.training.checkpoint import choose_start
+from dilated_attention_pytorch.training.checkpoint import SETTINGS_NAME, choose_start, file_names
 from dilated_attention_pytorch.training.data.run_data import RunData, read_data, read_tokenizer
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.faults import note_fault
 from dilated_attention_pytorch.training.manifest import read_sealed, write_manifest
 from dilated_attention_pytorch.training.stages import StageSettings
-from training.damage import (
-    NothingLeft,
-    Watched,
-    change_values,
-    cut,
-    flip_bits,
-    lengthen,
-    link,
-    payload,
-    pipe,
-    remove,
-    whole,
-    zero_a_page,
-)
+from training import mangling
+from training.damage import DAMAGES, NothingLeft, Watched, payload, whole
 from training.data.test_records import write_arrow, write_jsonl
 from training.runs import quiet, stop_after, stopped_run, tiny_settings, write_texts
 
@@ -95,8 +83,9 @@ def make_world(folder: Path) -> World:
     model = dataclasses.replace(plain.model, vocab_size=300)
     settings = dataclasses.replace(plain, tokenizer=folder / "tokenizer", model=model, cache=folder / "cache")
     train(dataclasses.replace(settings, steps=4), folder / "finished", quiet())
-    with pytest.MonkeyPatch.context() as patch:
-        stopped_run(patch, settings, folder / "stopped", 6)
+    for name in ("stopped", "other"):
+        with pytest.MonkeyPatch.context() as patch:
+            stopped_run(patch, settings, folder / name, mangling.NEW - 1)
     note_fault(folder / "stopped", "skipped", step=3, reason="of a test", batches=[3, 3])
     _as_of_two_processes(folder / "stopped", folder / "two")
 
@@ -175,6 +164,7 @@ KINDS = [
     Kind("training.json", "stopped", "training.json", f"train --resume {{c}}\n{_GENERATE}\n{_EVAL}\n{_REPORT}"),
     Kind("logs", "stopped", "faults.jsonl metrics.jsonl lease.json lease.lock", f"train --resume {{c}}\n{_REPORT}"),
     Kind("checkpoint", "stopped", "checkpoint-*/*", f"train --resume {{c}}\n{_GENERATE}\n{_EVAL}"),
+    Kind("run folder", "stopped", "", "train --resume {c}"),
     Kind("checkpoint of two processes", "two", "checkpoint-*/*", "ranks {c}"),
     Kind("finished run", "finished", "model.safetensors config.json manifest.json training.json tokenizer*.json "
          "generation_config.json", f"{_GENERATE}\n{_EVAL}\n{_REPORT}\ntrain --resume {{c}}"),
@@ -185,8 +175,6 @@ KINDS = [
          f"--device cpu --output {{n}}/new\n{_EVAL} --data {{w}}/texts"),
 ]  # fmt: skip
 
-DAMAGES = [flip_bits, flip_bits, cut, lengthen, zero_a_page, remove, pipe, link, change_values, change_values]
-
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
@@ -195,7 +183,7 @@ class Trial:
     kind: str
     said: str
     outcome: str
-    """"refused", or "done": the command went on, up to the training if it trains."""
+    """"refused", or "done": the command went on, up to the training if it trains; or the step that it goes on from."""
     sentence: str
 
 
@@ -203,13 +191,12 @@ class _Began(Exception):
     """The run would train now."""
 
 
-def attempt(world: World, draw: random.Random, folder: Path, kind: Kind | None = None) -> Trial:
-    """Damage a copy of something, a drawn ``kind`` of it without one, and give it to a command that reads it.
+def attempt(world: World, draw: random.Random, folder: Path, kind: Kind) -> Trial:
+    """Damage a copy of something, and give it to a command that reads it.
 
     Raises:
         AssertionError: the command ended in neither way, or something was executed or lost.
     """
-    kind = draw.choice(KINDS) if kind is None else kind
     copy, new = folder / "copy", folder / "new"
     shutil.copytree(world.folder / kind.copied, copy)
     new.mkdir(parents=True)
@@ -217,7 +204,7 @@ def attempt(world: World, draw: random.Random, folder: Path, kind: Kind | None =
     line = draw.choice(kind.lines.split("\n")).format(w=world.folder, c=copy, n=new)
     what = f"{kind.name}: {said}: {line}"
     before = _state(copy, kind.may_write)
-    outcome, sentence = _outcome(line, what, world, copy)
+    outcome, sentence = _outcome(line, what, world, copy, world.folder / kind.copied)
     assert not world.canary.exists(), f"{what}: it was executed"
     if outcome == "refused":
         assert _state(copy, kind.may_write) == before, f"{what}: something was changed"
@@ -231,6 +218,11 @@ def attempt(world: World, draw: random.Random, folder: Path, kind: Kind | None =
 
 
 def _damaged(kind: Kind, copy: Path, world: World, draw: random.Random) -> Iterator[str]:
+    if kind.name == "run folder":
+        for damage in draw.choices(mangling.DAMAGES, k=draw.choice([1, 1, 1, 2])):
+            with contextlib.suppress(NothingLeft, OSError, RunError):
+                yield damage(copy, world, draw)
+        return
     files = sorted(path for pattern in kind.files.split() for path in copy.glob(pattern))
     for _ in range(draw.choice([1, 1, 1, 2])):
         path = draw.choice(files) if files else copy / kind.files.split()[-1]
@@ -248,7 +240,7 @@ def _damaged(kind: Kind, copy: Path, world: World, draw: random.Random) -> Itera
                 yield draw.choice(DAMAGES)(whole(path), draw)
 
 
-def _outcome(line: str, what: str, world: World, copy: Path) -> tuple[str, str]:
+def _outcome(line: str, what: str, world: World, copy: Path, original: Path) -> tuple[str, str]:
     """How a command ended: "done", or "refused" with its sentence."""
     if line.startswith("ranks "):
         return _as_two_processes(copy, what)
@@ -264,7 +256,19 @@ def _outcome(line: str, what: str, world: World, copy: Path) -> tuple[str, str]:
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
     if "--cache" in line and "cache of tokens" in what:
         _check_data(began, world, what)
+    if line.startswith("train --resume") and began:
+        return _start_of(began[0], world.other, copy, original, what), ""
     return "done", ""
+
+
+def _start_of(run: Any, other: Path, copy: Path, original: Path, what: str) -> str:
+    """The checkpoint that the run goes on from, which is as it was written."""
+    start = run.opened.start.checkpoint
+    ids = [read_sealed(path / SETTINGS_NAME, what="test", remedy="")["run"] for path in (copy, other)]
+    written = (other if ids[0] == ids[1] else original) / start.name
+    for name in file_names(1):
+        assert (start / name).read_bytes() == (written / name).read_bytes(), f"{what}: {start.name} has another {name}"
+    return str(start.name)
 
 
 def _sentence(left: SystemExit, err: str, what: str) -> str:
@@ -349,14 +353,16 @@ def limited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def trials(count: int, seed: int, folder: Path, failed: Callable[[AssertionError], None]) -> list[Trial]:
+def trials(
+    count: int, seed: int, folder: Path, failed: Callable[[AssertionError], None], kinds: list[Kind]
+) -> list[Trial]:
     """Make the world, and do so many trials; ``failed`` is told of one that ended as none may."""
     world, draw, found = make_world(folder / "world"), random.Random(seed), []
     originals = _state(world.folder, "")
     with limited():
         for number in range(count):
             try:
-                found.append(attempt(world, draw, folder / "trial"))
+                found.append(attempt(world, draw, folder / "trial", draw.choice(kinds)))
             except AssertionError as error:
                 print(f"FAILED: {error}", file=sys.stderr, flush=True)
                 failed(error)
@@ -373,16 +379,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", help="of what is mangled; without it, any")
     parser.add_argument("--sentences", action="store_true", help="print every sentence")
     arguments = parser.parse_args()
     failures: list[AssertionError] = []
+    kinds = [kind for kind in KINDS if arguments.kind in (None, kind.name)]
     with tempfile.TemporaryDirectory() as folder:
-        found = trials(arguments.trials, arguments.seed, Path(folder), failures.append)
+        found = trials(arguments.trials, arguments.seed, Path(folder), failures.append, kinds)
     for trial in found if arguments.sentences else ():
         print(f"{trial.kind} | {trial.said} | {trial.outcome} | {trial.sentence[:300]}")
     counts = collections.Counter((trial.kind, trial.outcome) for trial in found)
-    for kind in KINDS:
-        print(f"{kind.name:30} refused: {counts[kind.name, 'refused']:4}  done: {counts[kind.name, 'done']:4}")
+    outcomes = sorted({trial.outcome for trial in found})
+    for kind in kinds:
+        each = {outcome: counts[kind.name, outcome] for outcome in outcomes if counts[kind.name, outcome]}
+        print(f"{kind.name:30} {each}")
     refused = sum(trial.outcome == "refused" for trial in found)
     print(
         f"{arguments.trials} inputs mangled, seed {arguments.seed}: {refused} refused in a sentence, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import signal
@@ -15,7 +16,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, preflight, train
+from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, evaluation, lifecycle, preflight, train
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import Start, staging_folder
 from dilated_attention_pytorch.training.lifecycle import OpenRun
@@ -28,6 +30,25 @@ def quiet() -> Console:
     return Console(file=io.StringIO())
 
 
+def leave_out_figures(patch: pytest.MonkeyPatch) -> None:
+    """Have runs draw no chart, and take the rate of the machine as given: both take as long as the steps of a run."""
+    patch.setattr(evaluation, "draw_losses", lambda *args, **options: None)
+    patch.setattr(evaluation, "xz_bits_per_byte", functools.cache(evaluation.xz_bits_per_byte))
+    patch.setattr(lifecycle, "matrix_product_rate", lambda device, dtype: 1e10)
+
+
+class Heard(Console):
+    """A console that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.kept = io.StringIO()
+        super().__init__(file=self.kept, width=1000)
+
+    @property
+    def said(self) -> str:
+        return self.kept.getvalue()
+
+
 def write_texts(folder: Path) -> Path:
     """A folder with text files, some longer than the context of the runs."""
     folder.mkdir(parents=True)
@@ -38,7 +59,10 @@ def write_texts(folder: Path) -> Path:
 
 
 def tiny_settings(data: Path, **changes: Any) -> TrainSettings:
-    """The preset ``tiny`` on ``data``, with dropout, so that the state of the random numbers matters."""
+    """The preset ``tiny`` on ``data``, with dropout, so that the state of the random numbers matters.
+
+    Little is evaluated and sampled: a run takes a second, of which the steps are less than half.
+    """
     settings = PRESETS["tiny"]()
     model = dataclasses.replace(settings.model, dropout=0.1)
     given: dict[str, Any] = {
@@ -47,11 +71,39 @@ def tiny_settings(data: Path, **changes: Any) -> TrainSettings:
         "save_steps": 4,
         "log_steps": 2,
         "eval_steps": 5,
-        "sample_length": 20,
+        "eval_windows": 1,
+        "final_eval_windows": 2,
+        "quarter_files": 1,
+        "sample_length": 5,
         "model": model,
         **changes,
     }
     return dataclasses.replace(settings, **given)
+
+
+def small_settings(texts: Path, **changes: Any) -> TrainSettings:
+    """Grouped heads, groups below, at and above the rows of a process, and a length that 4 processes do not divide."""
+    recomputing, dropout = changes.pop("recomputing", False), changes.pop("dropout", 0.0)
+    embed_dim, ffn_dim = changes.pop("widths", (32, 56))
+    model = LongNetConfig(
+        embed_dim=embed_dim,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=ffn_dim,
+        segment_lengths=(13, 48, 97),
+        dilation_rates=(1, 2, 3),
+        layer_segment_shifts=(0, 24),
+        gradient_checkpointing=recomputing,
+        dropout=dropout,
+    )
+    given: dict[str, Any] = {
+        "model": model, "data": (texts,), "context_length": 97, "steps": 20, "batch_size": 2, "threads": 1,
+        "optimizer": "adamw", "precision": "float32", "device": "cpu", "log_steps": 1, "eval_steps": 10,
+        "eval_windows": 5, "final_eval_windows": 7, "quarter_files": 2, "save_steps": 10, "sample_length": 9,
+        **changes,
+    }  # fmt: skip
+    return TrainSettings(**given)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
@@ -130,3 +182,10 @@ def seal_again(checkpoint: Path, *others: str, **values: Any) -> None:
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """The weights in a folder."""
     return load_file(run / "model.safetensors")
+
+
+def assert_same_weights(run: Path, other: Path) -> None:
+    """Bit for bit."""
+    found, expected = weights(run), weights(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -1,19 +1,12 @@
-"""Run under torchrun: several training runs over the processes that it started, one after the other.
-
-    torchrun --nproc-per-node N tests/training/spread_runs.py FOLDER TEXTS CASES [parts]
-
-CASES is JSON: a list of ``[name, changes of the settings, step to stop after and resume from, or null]``; a run whose
-name says "damaged" finds a bit of its last checkpoint flipped when it is resumed, and one whose name says "overflowing"
-begins with a scale of the loss with which every gradient overflows in float16. In one whose name says "sleeping" the
-last rank sleeps in every forward pass, and its messages are printed. Beside what a run leaves, the first process writes
-how it wrapped the model, and with "parts" how far parts of matrices are from whole ones.
-"""
+"""Programs of ranks: training runs over several processes, and what is recorded of them. See ``support.forked``."""
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
+import math
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -21,57 +14,149 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Trainer
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM, LongNetLM, token_loss
 from dilated_attention_pytorch.terminal import plain_console
-from dilated_attention_pytorch.training import TrainSettings, resume, run_trainer, train
+from dilated_attention_pytorch.training import RunError, TrainSettings, offload_files, resume, run_trainer, train
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.distribution import Distribution, leaving_together
 from dilated_attention_pytorch.training.optimizer import ShardedMuon
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders, split_matrices
-from training.runs import quiet, stopped_run
+from dilated_attention_pytorch.training.trainer import LongNetTrainer
+from dilated_attention_pytorch.training.zero import ZeroEngine
+from training.runs import leave_out_figures, quiet, record_samples, small_settings, stop_after, stopped_run
 
 
-def small_settings(texts: Path, **changes: Any) -> TrainSettings:
-    """Grouped heads, groups below, at and above the rows of a process, and a length that 4 processes do not divide."""
-    recomputing, dropout = changes.pop("recomputing", False), changes.pop("dropout", 0.0)
-    embed_dim, ffn_dim = changes.pop("widths", (32, 56))
-    model = LongNetConfig(
-        embed_dim=embed_dim,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_dim=ffn_dim,
-        segment_lengths=(13, 48, 97),
-        dilation_rates=(1, 2, 3),
-        layer_segment_shifts=(0, 24),
-        gradient_checkpointing=recomputing,
-        dropout=dropout,
-    )
-    given: dict[str, Any] = {
-        "model": model, "data": (texts,), "context_length": 97, "steps": 20, "batch_size": 2, "threads": 1,
-        "optimizer": "adamw", "precision": "float32", "device": "cpu", "log_steps": 1, "eval_steps": 10,
-        "eval_windows": 5, "final_eval_windows": 7, "quarter_files": 2, "save_steps": 10, "sample_length": 9,
-        **changes,
-    }  # fmt: skip
-    return TrainSettings(**given)
+def spread(folder: str, cases: list[tuple[str, dict[str, Any], int | None]], with_parts: bool) -> None:
+    """Runs on ``folder/texts``, one after the other.
+
+    A case is a name, changes of the settings, and a step to stop after and resume from. A run whose name says "damaged"
+    finds a bit of its last checkpoint flipped when it is resumed, one that says "left" is not resumed, and one that
+    says "broken" ends with the loss of its third step. One that says "overflowing" begins with a scale of the loss with
+    which every gradient overflows in float16. In one that says "sleeping" the last rank sleeps in every forward pass,
+    and its messages are printed. The first process writes how each run wrapped the model, and with parts how far parts
+    of matrices are from whole ones.
+    """
+    place = Path(folder)
+    # One process has all logits at once, these a block of rows' at a time.
+    token_loss.LOGITS_AT_ONCE, token_loss.LEAST_ROWS = 256 * 30, 1
+    offload_files.SUBGROUP = 700_000  # three groups of matrices
+    leave_out_figures(pytest.MonkeyPatch())
+    with leaving_together():
+        for name, changes, stop in cases:
+            with pytest.MonkeyPatch.context() as patch:
+                _run(patch, small_settings(place / "texts", **changes), place / name, stop)
+        if with_parts:
+            _record_muon(place)
+            _record_split(place)
+            _record_averages(place)
 
 
-def _sleep_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def _run(patch: pytest.MonkeyPatch, settings: TrainSettings, run: Path, stop: int | None) -> None:
+    _record_wrapping(patch, run)
+    if "sleeping" in run.name and dist.get_rank() == dist.get_world_size() - 1:
+        _sleep_in_forward(patch)
+    if "overflowing" in run.name:
+        patch.setattr(run_trainer, "_SCALE", 2.0**40)
+    if settings.offload_folder is not None:
+        _record_files(patch, settings.offload_folder, run)
+    if "broken" in run.name:
+        _break_loss(patch, 3)
+        with pytest.raises(RunError) as raised:
+            train(settings, run, quiet())
+        if dist.get_rank() == 0:
+            run.with_suffix(".txt").write_text(str(raised.value))
+    elif stop is None:
+        train(settings, run, plain_console() if "sleeping" in run.name else quiet())
+    else:
+        stopped_run(patch, settings, run, stop)
+        if "damaged" in run.name:
+            _flip_a_bit(run)
+        if "left" not in run.name:
+            torch.manual_seed(12345)
+            resume(run, quiet())
+
+
+def go_on(run: str, stop: int | None, changes: dict[str, Any], samples: str) -> None:
+    """Resume a run, spread in another way, and stop it after a step; each process writes what it trains on."""
+    with leaving_together(), pytest.MonkeyPatch.context() as patch:
+        leave_out_figures(patch)
+        record_samples(patch, Path(samples))
+        if stop is not None:
+            stop_after(patch, stop, signal.SIGINT)
+        resume(Path(run), quiet(), changes)
+
+
+def train_and_stop(folder: str, texts: str, changes: dict[str, Any]) -> None:
+    """A run whose last rank stops itself (SIGSTOP) in the backward pass of its third step.
+
+    Every rank leaves what it said in ``folder/said-RANK.json``, the last one before it stops.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    said = Path(folder) / f"said-{rank}.json"
+    compute_loss, done = LongNetTrainer.compute_loss, [0]
+
+    def stop(grad: Tensor) -> None:
+        said.write_text(json.dumps({"pid": os.getpid(), "at": time.monotonic()}))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def compute_and_stop(*args: Any, **options: Any) -> Any:
+        loss = compute_loss(*args, **options)
+        done[0] += 1
+        if rank == size - 1 and done[0] == 3:
+            loss.register_hook(stop)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out_figures(patch)
+        patch.setattr(LongNetTrainer, "compute_loss", compute_and_stop)
+        with pytest.raises(RunError) as raised:
+            train(small_settings(Path(texts), **changes), Path(folder) / "run", quiet())
+    said.write_text(json.dumps({"message": str(raised.value), "at": time.monotonic()}))
+
+
+def _sleep_in_forward(patch: pytest.MonkeyPatch) -> None:
     compute = Trainer.compute_loss
 
     def sleep_and_compute(self: Trainer, *args: Any, **options: Any) -> Any:
         time.sleep(0.2)
         return compute(self, *args, **options)
 
-    monkeypatch.setattr(Trainer, "compute_loss", sleep_and_compute)
+    patch.setattr(Trainer, "compute_loss", sleep_and_compute)
 
 
-def _record_wrapping(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def _break_loss(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Let the loss of ``step`` become NaN in the second process."""
+    compute = LongNetTrainer.compute_loss
+
+    def compute_and_break(self: LongNetTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = compute(self, *args, **kwargs)
+        is_broken = dist.get_rank() == 1 and self.state.global_step == step - 1
+        return loss * math.nan if is_broken else loss
+
+    patch.setattr(LongNetTrainer, "compute_loss", compute_and_break)
+
+
+def _record_files(patch: pytest.MonkeyPatch, offloaded: Path, run: Path) -> None:
+    """Write names and bytes of all files of ``offloaded`` after every step."""
+    take = ZeroEngine.clip_and_step
+
+    def take_and_record(self: ZeroEngine) -> float:
+        norm = take(self)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found = {str(path.relative_to(offloaded)): path.stat().st_size for path in offloaded.rglob("*.swp")}
+            run.with_suffix(".json").write_text(json.dumps(found))
+        return norm
+
+    patch.setattr(ZeroEngine, "clip_and_step", take_and_record)
+
+
+def _record_wrapping(patch: pytest.MonkeyPatch, run: Path) -> None:
     wrap = Distribution.wrap
 
     def wrap_and_record(self: Distribution, model: LongNetForCausalLM, *on_gradients: Any) -> nn.Module:
@@ -84,10 +169,10 @@ def _record_wrapping(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             "local_weights": sum(map(torch.numel, local)),
         }
         if dist.get_rank() == 0:
-            (folder / "wrapped.json").write_text(json.dumps(record))
+            (run / "wrapped.json").write_text(json.dumps(record))
         return wrapped
 
-    monkeypatch.setattr(Distribution, "wrap", wrap_and_record)
+    patch.setattr(Distribution, "wrap", wrap_and_record)
 
 
 def _record_muon(folder: Path) -> None:
@@ -162,9 +247,9 @@ def _flip_a_bit(run: Path) -> None:
     dist.barrier()
 
 
-def _record_averages(folder: Path, texts: Path) -> None:
+def _record_averages(folder: Path) -> None:
     """Steps in which gradients of the same rows and weights were averaged to other bits than in the first."""
-    settings = small_settings(texts)
+    settings = small_settings(folder / "texts")
     torch.manual_seed(0)
     model = LongNetForCausalLM.from_longnet_config(settings.model)
     wrapped = Distribution(settings, "cpu").wrap(model)
@@ -178,36 +263,3 @@ def _record_averages(folder: Path, texts: Path) -> None:
     other = [step for step, found in enumerate(gradients) if not all(map(torch.equal, found, gradients[0]))]
     if dist.get_rank() == 0:
         (folder / f"averages-{dist.get_world_size()}.json").write_text(json.dumps(other))
-
-
-def main() -> None:
-    """Do them."""
-    folder, texts, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    torch.set_num_threads(1)
-    # One process has all logits at once, these a block of rows' at a time.
-    token_loss.LOGITS_AT_ONCE, token_loss.LEAST_ROWS = 256 * 30, 1
-    with leaving_together():
-        for name, changes, stop in cases:
-            settings = small_settings(texts, **changes)
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                _record_wrapping(monkeypatch, folder / name)
-                if "sleeping" in name and dist.get_rank() == dist.get_world_size() - 1:
-                    _sleep_in_forward(monkeypatch)
-                if "overflowing" in name:
-                    monkeypatch.setattr(run_trainer, "_SCALE", 2.0**40)
-                if stop is None:
-                    train(settings, folder / name, plain_console() if "sleeping" in name else quiet())
-                else:
-                    stopped_run(monkeypatch, settings, folder / name, stop)
-                    if "damaged" in name:
-                        _flip_a_bit(folder / name)
-                    torch.manual_seed(12345)
-                    resume(folder / name, quiet())
-        if "parts" in sys.argv[4:]:
-            _record_muon(folder)
-            _record_split(folder)
-            _record_averages(folder, texts)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,8 +14,7 @@ from transformers import TrainingArguments
 from dilated_attention_pytorch.models import token_loss
 from dilated_attention_pytorch.training import run_trainer, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from training.runs import quiet, write_texts
-from training.spread_runs import small_settings
+from training.runs import quiet, small_settings, write_texts
 
 TOLERANCE = 1e-5
 """Of losses in nats: sums of other orders in float32, as of several processes."""

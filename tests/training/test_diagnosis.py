@@ -32,8 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _settings(texts: Path) -> TrainSettings:
-    few = {"eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "sample_length": 1}
-    return tiny_settings(texts, steps=4, save_steps=2, precision="float32", optimizer="adamw", **few)
+    return tiny_settings(texts, steps=4, save_steps=2, precision="float32", optimizer="adamw")
 
 
 def test_a_log_of_every_kind_of_event_is_told(world: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,21 @@ from dilated_attention_pytorch.training.diagnosis import diagnose
 from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.report import read_run
 from dilated_attention_pytorch.training.tensor_parallel import order_of, row_orders
-from support.processes import TESTS, end_whole, environment, run_whole, torchrun
+from support.forked import BESIDE, run_forked
+from training import spread_runs
 from training.compared import furthest
-from training.runs import quiet, weights, write_texts
-from training.spread_runs import small_settings
+from training.runs import quiet, small_settings, weights, write_texts
 
 LOSS_TOLERANCE = 1e-5  # nats, of losses of 3 to 6
 WEIGHT_TOLERANCE = 1e-5
-HANG_SECONDS = 600.0
 
+TEN = {"steps": 10, "eval_steps": 5, "save_steps": 5}
 # The changes to the settings of the single process, which takes 2 windows a step, and the step to stop after.
 TWO: dict[str, tuple[dict[str, Any], int | None]] = {
     "heads, ddp": ({"context_parallel": 2, "strategy": "heads", "layout": "zigzag"}, None),
     "ring, fsdp": ({"context_parallel": 2, "strategy": "ring", "layout": "zigzag", "data_parallel": "fsdp"}, None),
-    "accumulating, stopped, damaged, ddp": ({"context_parallel": 2, "batch_size": 1, "gradient_accumulation": 2}, 13),
-    "tensor, stopped": ({"tensor_parallel": 2}, 12),
+    "accumulating, stopped, damaged, ddp": ({"context_parallel": 2, "batch_size": 1, "gradient_accumulation": 2}, 6),
+    "tensor, stopped": ({"tensor_parallel": 2}, 6),
     "gather, recomputing, fsdp": (
         {"context_parallel": 2, "strategy": "gather", "data_parallel": "fsdp", "recomputing": True},
         None,
@@ -46,7 +45,7 @@ MORE_OF_TWO: dict[str, tuple[dict[str, Any], int | None]] = {
     "heads, fsdp": ({"context_parallel": 2, "strategy": "heads", "data_parallel": "fsdp"}, None),
     "accumulating, stopped, fsdp": (
         {"context_parallel": 2, "data_parallel": "fsdp", "batch_size": 1, "gradient_accumulation": 2},
-        7,
+        3,
     ),
 }
 FOUR: dict[str, tuple[dict[str, Any], int | None]] = {
@@ -59,9 +58,9 @@ FOUR: dict[str, tuple[dict[str, Any], int | None]] = {
     "2 sequences, heads, ddp": ({"context_parallel": 2, "strategy": "heads", "batch_size": 1}, None),
     "2 sequences, ring, stopped, fsdp": (
         {"context_parallel": 2, "strategy": "ring", "batch_size": 1, "data_parallel": "fsdp"},
-        14,
+        8,
     ),
-    "ring of 2, tensor, stopped, fsdp": ({"context_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}, 9),
+    "ring of 2, tensor, stopped, fsdp": ({"context_parallel": 2, "tensor_parallel": 2, "data_parallel": "fsdp"}, 4),
 }
 
 
@@ -69,13 +68,16 @@ FOUR: dict[str, tuple[dict[str, Any], int | None]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts, and the run of one process."""
     folder = tmp_path_factory.mktemp("spread")
-    train(small_settings(write_texts(folder / "texts")), folder / "one", quiet())
+    train(small_settings(write_texts(folder / "texts"), **TEN), folder / "one", quiet())
     return folder
 
 
-def _torchrun(num_processes: int, words: list[str]) -> subprocess.CompletedProcess[str]:
-    # A guard against hanging alone: one launch trains eight times.
-    return run_whole([*torchrun(num_processes), *words], 1200, env=environment())
+def spread(ranks: int, folder: Path, cases: Any, *, with_parts: bool = False) -> str:
+    """Have ranks do runs, by :mod:`training.spread_runs`; what they printed."""
+    run = run_forked(spread_runs.spread, folder, cases, with_parts, folder=folder, ranks=ranks)
+    assert run["code"] == 0, run["output"][-8000:]
+    printed: str = run["output"]
+    return printed
 
 
 def _check_follows(folder: Path, name: str, figure: Any) -> None:
@@ -87,7 +89,7 @@ def _check_follows(folder: Path, name: str, figure: Any) -> None:
     differences = {}
     for key in ("bits_per_byte", "eval_bits_per_byte"):
         pairs = [(one[key], several[key]) for one, several in zip(expected, found, strict=True) if key in one]
-        assert len(pairs) == (20 if key == "bits_per_byte" else 2)
+        assert len(pairs) == (10 if key == "bits_per_byte" else 2)
         differences[key] = max(abs(one - several) * math.log(2) for one, several in pairs)
     assert max(differences.values()) <= LOSS_TOLERANCE
     norms = [
@@ -102,7 +104,7 @@ def _check_follows(folder: Path, name: str, figure: Any) -> None:
     of_weight = furthest(weights(folder / name), weights(folder / "one"))
     assert of_weight <= WEIGHT_TOLERANCE
     figure(
-        f"20 steps beside one process, {name}: largest difference of a loss (nats), held-out loss, weight",
+        f"10 steps beside one process, {name}: largest difference of a loss (nats), held-out loss, weight",
         f"{differences['bits_per_byte']:.1e}, {differences['eval_bits_per_byte']:.1e}, {of_weight:.1e}",
     )
 
@@ -118,14 +120,14 @@ def _check_wrapping(folder: Path, name: str, changes: dict[str, Any], num_proces
 
 def _check_checkpoint(folder: Path, name: str) -> None:
     """It holds whole weights by the names of one process: those of the end."""
-    expected, found = weights(folder / "one"), weights(folder / name / "checkpoint-20")
+    expected, found = weights(folder / "one"), weights(folder / name / "checkpoint-10")
     assert {key: tensor.shape for key, tensor in found.items()} == {
         key: tensor.shape for key, tensor in expected.items()
     }
     assert all(torch.equal(found[key], tensor) for key, tensor in weights(folder / name).items())
     if "damaged" in name:
-        # It went on from step 10, and what it had written after that has gone.
-        assert {path.name for path in (folder / name).glob("checkpoint-*")} == {"checkpoint-10", "checkpoint-20"}
+        # It went on from step 5, and what it had written after that has gone.
+        assert {path.name for path in (folder / name).glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-10"}
 
 
 def _check_parts_of_matrices(folder: Path, num_processes: int, figure: Any) -> None:
@@ -148,10 +150,9 @@ def _check_parts_of_matrices(folder: Path, num_processes: int, figure: Any) -> N
 def test_several_processes_follow_one(
     num_processes: int, cases: dict[str, tuple[dict[str, Any], int | None]], folder: Path, figure: Any
 ) -> None:
-    listed = json.dumps([(name, *case) for name, case in cases.items()])
-    script = TESTS / "training" / "spread_runs.py"
-    run = _torchrun(num_processes, [str(script), str(folder), str(folder / "texts"), listed, "parts"])
-    assert run.returncode == 0, run.stderr[-8000:]
+    spread(
+        num_processes, folder, [(name, TEN | changes, stop) for name, (changes, stop) in cases.items()], with_parts=True
+    )
     for name, (changes, _) in cases.items():
         _check_follows(folder, name, figure)
         _check_wrapping(folder, name, changes, num_processes)
@@ -170,10 +171,7 @@ def test_two_processes_follow_one_in_lower_precision_and_a_rank_that_sleeps_is_n
         "moments, ddp": {**alone["moments"], "batch_size": 1},
         "sleeping, ddp": {**few, "batch_size": 1, "log_steps": 2},
     }
-    script = str(TESTS / "training" / "spread_runs.py")
-    listed = json.dumps([(name, changes, None) for name, changes in cases.items()])
-    ended = _torchrun(2, [script, str(folder), str(folder / "texts"), listed])
-    assert ended.returncode == 0, ended.stderr[-8000:]
+    printed = spread(2, folder, [(name, changes, None) for name, changes in cases.items()])
     for name, changes in alone.items():
         train(small_settings(folder / "texts", **changes), folder / f"alone, {name}", quiet())
 
@@ -197,7 +195,7 @@ def test_two_processes_follow_one_in_lower_precision_and_a_rank_that_sleeps_is_n
     assert found["moments, ddp"][0] <= LOSS_TOLERANCE
     # A moment that is rounded to its other neighbour is 2^-7 of itself away, and forgotten after some 10 steps.
     assert found["moments, ddp"][1] <= 3e-3 * 2.0**-7 * 10
-    assert ended.stdout.count("slow rank: rank 1 works ") == 1
+    assert printed.count("slow rank: rank 1 works ") == 1
     assert read_run(folder / "sleeping, ddp").figures["slow ranks, and seconds of their own a step"].startswith("1 (")
     for entry in (entry for entry in read_metrics(folder / "sleeping, ddp") if "loss" in entry):
         assert entry["step_seconds"] >= entry["own_seconds_of_rank_1"] >= 0.2 > entry["own_seconds_of_rank_0"]
@@ -205,12 +203,12 @@ def test_two_processes_follow_one_in_lower_precision_and_a_rank_that_sleeps_is_n
 
 
 def test_the_command_reports_once_and_ends_in_all_processes(folder: Path) -> None:
-    words = f"train --preset tiny --steps 2 --context-parallel 2 --device cpu --data {folder / 'texts'}"
-    run = _torchrun(2, ["-m", "dilated_attention_pytorch", *words.split(), "--output", str(folder / "command")])
-    assert run.returncode == 0, run.stderr[-8000:]
-    assert "in 2 processes: 1 data (ddp) x 2 context (" in run.stdout
-    assert run.stdout.count("xz -9e takes") == 2  # before the run and beside its result
-    assert run.stdout.count("step 2/2") == 1
+    words = "dilated_attention_pytorch train --preset tiny --steps 2 --context-parallel 2 --device cpu --data texts"
+    run = run_forked("-m", *words.split(), "--output", folder / "command", folder=folder, ranks=2)
+    assert run["code"] == 0, run["output"][-8000:]
+    assert "in 2 processes: 1 data (ddp) x 2 context (" in run["output"]
+    assert run["output"].count("xz -9e takes") == 2  # before the run and beside its result
+    assert run["output"].count("step 2/2") == 1
     assert (folder / "command" / "model.safetensors").exists()
 
 
@@ -218,24 +216,17 @@ def test_a_stopped_process_ends_the_run_with_its_number_in_every_other(folder: P
     """Two sequences of two processes: those of the other sequence wait in a collective of torch's own."""
     place = folder / "stopped"
     place.mkdir()
-    changes = json.dumps({"context_parallel": 2, "strategy": "ring", "batch_size": 1, "timeout": 6})
-    words = [str(TESTS / "training" / "stopped_rank.py"), str(place), str(folder / "texts"), changes]
+    changes = {"context_parallel": 2, "strategy": "ring", "batch_size": 1, "timeout": 6}
     said = [place / f"said-{rank}.json" for rank in range(4)]
-    with (place / "err").open("w") as err:
-        process = subprocess.Popen(
-            [*torchrun(4), *words], stderr=err, text=True, env=environment(), start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + HANG_SECONDS
-        while not all(map(_is_whole, said)) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert all(map(_is_whole, said)), (place / "err").read_text()
-        stopped = json.loads(said[3].read_text())
-        # torchrun's signal to end does not reach a stopped process: it would wait for 30 s before it kills it.
-        os.kill(stopped["pid"], signal.SIGCONT)
-        assert process.wait(timeout=HANG_SECONDS) == 1
-    finally:
-        end_whole(process)
+    ranks = BESIDE.submit(
+        run_forked, spread_runs.train_and_stop, place, folder / "texts", changes, folder=place, ranks=4
+    )
+    while not all(map(_is_whole, said)):
+        assert not ranks.done(), ranks.result()["output"]
+        time.sleep(0.05)
+    stopped = json.loads(said[3].read_text())
+    os.kill(stopped["pid"], signal.SIGKILL)
+    ranks.result()
     for file in said[:3]:
         ended = json.loads(file.read_text())
         assert ": rank 3 does not answer: the process was killed or stopped" in ended["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from dilated_attention_pytorch.memory import is_out_of_memory
@@ -24,23 +22,14 @@ from dilated_attention_pytorch.training import RunError, TrainSettings, resume, 
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint, publish
 from dilated_attention_pytorch.training.faults import FAULTS_NAME, Cost, cost_of_faults, note_fault, read_faults
-from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.measures import WorkDone
 from dilated_attention_pytorch.training.trainer import ExtensionTrainer, LongNetTrainer
-from training.broken_runs import break_at
-from training.runs import quiet, stop_after, tiny_settings, weights
+from training.broken_runs import break_at, left_out
+from training.runs import Heard, assert_same_weights, quiet, stop_after, tiny_settings, weights
 
 
 def small(texts: Path, **changes: Any) -> TrainSettings:
-    """Little is evaluated and sampled: what is looked at here is the training."""
-    few = {"eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "sample_length": 1, "log_steps": 1}
-    return tiny_settings(texts, **few | changes)
-
-
-def assert_same_bits(run: Path, other: Path) -> None:
-    found, expected = weights(run), weights(other)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    return tiny_settings(texts, **{"log_steps": 1} | changes)
 
 
 # Checkpoints beside the computation.
@@ -97,7 +86,7 @@ def test_a_disk_that_fills_up_beside_the_steps_ends_the_run_before_the_next_chec
 
     monkeypatch.setattr(torch, "save", fill_up)
     with pytest.raises(RunError, match=r"the disk is full while the checkpoint of step 4 .* step 2 is kept"):
-        train(small(texts, steps=200, save_steps=2), tmp_path / "run", quiet())
+        train(small(texts, save_steps=2), tmp_path / "run", quiet())
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     assert not list((tmp_path / "run").glob(".unfinished*"))
     monkeypatch.undo()
@@ -107,6 +96,7 @@ def test_a_disk_that_fills_up_beside_the_steps_ends_the_run_before_the_next_chec
     # TensorBoard's files are closed, and the writer of checkpoints is gone.
     assert not [thread.name for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dilated-attention-check")]
+    assert resume(tmp_path / "run", quiet()).step == 9
 
 
 # Out of memory.
@@ -188,16 +178,6 @@ def test_errors_of_memory_are_told_from_others(error: Exception, is_one: bool) -
 # NaN and spikes.
 
 
-def left_out(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Have runs leave out the batches of ``steps`` from their beginning."""
-    build = OpenRun.__init__
-
-    def build_with_steps(self: OpenRun, **given: Any) -> None:
-        build(self, **given | {"skipped": frozenset(steps)})
-
-    monkeypatch.setattr(OpenRun, "__init__", build_with_steps)
-
-
 def break_batches(monkeypatch: pytest.MonkeyPatch, loss: float, *steps: int) -> None:
     """Have the batches of ``steps`` give this loss more."""
     compute = LongNetTrainer.compute_loss
@@ -231,24 +211,23 @@ def expected_without(texts: Path, folder: Path, *steps: int, **changes: Any) -> 
 def test_a_batch_that_breaks_the_run_is_left_out_and_nothing_else(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any, changes: Any, loss: float, said: str
 ) -> None:
-    console = Console(file=io.StringIO(), width=1000)
+    console = Heard()
     with monkeypatch.context() as patch:
         break_batches(patch, loss, 7)
         run = train(small(texts, gradient_accumulation=2, **changes), tmp_path / "run", console).run
-    assert isinstance(console.file, io.StringIO)
     assert re.search(
         said + "; rewinding to the newest checkpoint, to skip batches 24 to 27 of step 7",
-        console.file.getvalue(),
+        console.said,
     )
-    assert "going on after step 4" in console.file.getvalue()
+    assert "going on after step 4" in console.said
     expected = expected_without(texts, tmp_path / "other", 7, gradient_accumulation=2, **changes)
-    assert_same_bits(run, expected)
+    assert_same_weights(run, expected)
     (skipped,) = read_faults(run, "skipped")
     assert (skipped["step"], skipped["batches"]) == (7, [24, 27])
     (resumed,) = read_faults(run, "resumed")
     assert (resumed["after"], resumed["step"]) == ("skipped", 4)
     assert cost_of_faults(run).restarts == 1
-    assert "faults: 1 restarts, 1 steps without their batch, " in console.file.getvalue()
+    assert "faults: 1 restarts, 1 steps without their batch, " in console.said
     figure(f"a batch whose loss is {loss} more: seconds lost", cost_of_faults(run).seconds_lost)
     # An entry has the mean of the steps that were taken: of this one there is none.
     entries = {entry["step"]: entry for entry in read_metrics(run) if "learning_rate" in entry}
@@ -289,7 +268,7 @@ def test_a_run_that_nan_has_ended_may_be_told_to_go_on_and_leaves_the_batch_out_
         assert resume(tmp_path / "run", quiet(), {"on_nan": "skip"}).stopped_by == signal.SIGTERM
     assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-6"
     resume(tmp_path / "run", quiet())
-    assert_same_bits(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
+    assert_same_weights(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
 
 
 def test_a_signal_in_a_step_that_rewinds_is_not_lost(
@@ -306,7 +285,7 @@ def test_a_signal_in_a_step_that_rewinds_is_not_lost(
             signal.signal(signal.SIGINT, before)
     assert [fault["kind"] for fault in read_faults(tmp_path / "run")] == ["skipped"]
     resume(tmp_path / "run", quiet())
-    assert_same_bits(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
+    assert_same_weights(tmp_path / "run", expected_without(texts, tmp_path / "other", 6, on_nan="skip"))
 
 
 def test_two_batches_in_a_row_that_break_the_run_end_it(
@@ -333,7 +312,7 @@ def test_a_state_that_is_broken_by_no_batch_is_computed_again_and_ends_the_run_i
             train(small(texts, on_nan="skip"), tmp_path / "run", quiet())
     assert [fault["kind"] for fault in read_faults(tmp_path / "run")] == ["broken", "resumed", "failed"]
     resume(tmp_path / "run", quiet())
-    assert_same_bits(tmp_path / "run", train(small(texts), tmp_path / "whole", quiet()).run)
+    assert_same_weights(tmp_path / "run", train(small(texts), tmp_path / "whole", quiet()).run)
 
 
 # What is written down.

@@ -23,16 +23,15 @@ from dilated_attention_pytorch.training.faults import read_faults
 from dilated_attention_pytorch.training.measures import ByteCount
 from dilated_attention_pytorch.training.preflight import check_processes
 from training.broken_runs import break_at
-from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights
+from training.runs import assert_same_weights, quiet, record_samples, samples_of, stopped_run, tiny_settings, weights
 
-FEW = {"eval_windows": 1, "final_eval_windows": 1, "quarter_files": 1, "sample_length": 1, "log_steps": 1}
 LARGE = 2.0**40
 """A scale with which every gradient of these runs overflows in float16."""
 
 
 def half(texts: Path, **changes: Any) -> TrainSettings:
     """Dropout would draw anew for a batch that is taken again."""
-    settings = tiny_settings(texts, precision="float16", **FEW | changes)
+    settings = tiny_settings(texts, precision="float16", **{"log_steps": 1} | changes)
     settings.model.dropout = 0.0
     return settings
 
@@ -61,7 +60,7 @@ def test_a_run_computes_in_float16_keeps_float32_and_goes_on_bit_for_bit(
     """accelerate computes in float32 on a CPU when it is told float16. The scale grows on the way, after step 3."""
     monkeypatch.setattr(run_trainer, "_SCALE", LARGE)
     monkeypatch.setattr(run_trainer, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=3))
-    settings = tiny_settings(texts, precision="float16", steps=5, save_steps=2, **FEW)
+    settings = tiny_settings(texts, precision="float16", steps=5, save_steps=2, log_steps=1)
     whole = train(settings, tmp_path / "whole", quiet()).run
     assert dtypes == {torch.float16}
     assert {tensor.dtype for tensor in weights(whole).values()} == {torch.float32}
@@ -74,8 +73,7 @@ def test_a_run_computes_in_float16_keeps_float32_and_goes_on_bit_for_bit(
     assert (saved["scale"], saved["_growth_tracker"]) == (scales[1], 2)
     resume(run, quiet())
     assert [entry["loss_scale"] for entry in read_metrics(run) if "loss" in entry] == scales
-    expected, found = weights(whole), weights(run)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(run, whole)
 
 
 def test_gradients_in_float16_are_nearer_to_float32_than_those_in_bfloat16_and_need_the_scale(
@@ -125,8 +123,7 @@ def test_batches_whose_gradients_overflow_are_taken_again_and_end_as_if_the_scal
         begin_with(patch, scale)
         other = train(settings, tmp_path / "other", quiet()).run
     assert not read_faults(other)
-    expected, found = weights(other), weights(run)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(run, other)
     samples, again = (list(map(json.dumps, samples_of(tmp_path / name))) for name in ("expected", "seen"))
     a_step = len(samples) // settings.steps
     assert len(again) == len(samples) + a_step * len(faults)

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import TCPStore
 
 from dilated_attention_pytorch.training import process_group, train
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
 from dilated_attention_pytorch.training.process_identity import Launch, ProcessId, launch_record
+from support.forked import run_forked
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
-from training.runs import quiet, tiny_settings, weights, write_texts
+from training import failing_rank
+from training.runs import assert_same_weights, quiet, tiny_settings, write_texts
 
 HANG_SECONDS = 1200.0
 
@@ -52,45 +53,44 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_ends_bit_for_bit_where_it_
     whole = train(tiny_settings(texts, threads=1, device="cpu", precision="float32"), tmp_path / "whole", quiet())
     # It is killed before its first checkpoint, and after it.
     words = ["dies", "0", "2,6", *_words(texts, tmp_path / "run")]
-    ended = run_whole(_command(1, words, "--max-restarts", "2"), HANG_SECONDS, env=_environment())
-    assert ended.returncode == 0, ended.stderr
+    ended = run_forked(failing_rank.launch, 2, *words, folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert ended["code"] == 0, ended["output"]
     assert (tmp_path / "reached-2").exists()
     assert (tmp_path / "reached-6").exists()
-    assert ended.stdout.count("going on after step 4") == 1
+    assert ended["output"].count("going on after step 4") == 1
     down = [
         (fault["after"], fault["step"], fault["down_seconds"]) for fault in read_faults(tmp_path / "run", "resumed")
     ]
     assert [entry[:2] for entry in down] == [("killed", 0), ("killed", 4)]
     figure("killed under torchrun --max-restarts: step gone on from, seconds until computing again", down)
-    expected, found = weights(whole.run), weights(tmp_path / "run")
-    assert all(torch.equal(expected[name], found[name]) for name in expected | found)
+    assert_same_weights(tmp_path / "run", whole.run)
 
 
 MEETING = """
 import sys
+from dilated_attention_pytorch.training.distribution import leaving_together
 from dilated_attention_pytorch.training.process_group import joined
-with joined("gloo", float(sys.argv[1])):
+with leaving_together(), joined("gloo", float(sys.argv[1])):
     print("met")
 """
 
 
-def test_ranks_that_are_started_again_do_not_meet_those_of_before_in_the_store_of_their_agent() -> None:
+def test_ranks_that_are_started_again_do_not_meet_those_of_before_in_the_store_of_their_agent(tmp_path: Path) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
 
-    def start(rank: int, seconds: int) -> subprocess.Popen[str]:
-        words = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        words |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-        command = [sys.executable, "-c", MEETING, str(seconds)]
-        return subprocess.Popen(command, env=_environment() | words, stdout=-1, stderr=-1, text=True)
+    def said(ranks: int, timeout: int) -> str:
+        told = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+        told |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        output: str = run_forked(script, str(timeout), folder=tmp_path, ranks=ranks, **told)["output"]
+        return output
 
-    with start(0, 120) as first, start(1, 120) as second:
-        assert [rank.communicate(timeout=HANG_SECONDS)[0] for rank in (first, second)] == ["met\n"] * 2
-    with start(0, 2) as first:
-        said = first.communicate(timeout=HANG_SECONDS)[1]
-    assert "starting: rank 1 does not answer" in said, said
-    assert "--timeout 2, while the ranks met" in said
-    with start(1, 120) as second, start(0, 120) as first:
-        assert [rank.communicate(timeout=HANG_SECONDS)[0] for rank in (first, second)] == ["met\n"] * 2
+    assert said(2, 120) == "met\n" * 2
+    alone = said(1, 2)
+    assert "starting: rank 1 does not answer" in alone, alone
+    assert "--timeout 2, while the ranks met" in alone
+    assert said(2, 120) == "met\n" * 2
 
 
 def test_any_error_of_a_call_in_a_thread_is_raised_at_once_where_it_is_awaited() -> None:

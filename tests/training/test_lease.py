@@ -26,7 +26,8 @@ from dilated_attention_pytorch.training.checkpoint import STAGING, file_names, l
 from dilated_attention_pytorch.training.lease import HOLDER_NAME, LEASE_NAME, Lease
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.run_trainer import RunTrainer
-from support.processes import TESTS, end_whole, environment
+from support.forked import BESIDE, run_forked
+from training import overtaken_job
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
 
 
@@ -119,17 +120,20 @@ def test_what_a_process_of_this_machine_held_that_has_ended_is_free_at_once(
 
 def test_a_stopped_process_of_this_machine_keeps_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
-    code = "import os, signal, sys; from pathlib import Path; from dilated_attention_pytorch.training import lease\n"
-    code += "lease.LEASE_SECONDS = 0.2\nwith lease.Lease(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGSTOP)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment()) as holder:
-        assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
-        try:
-            time.sleep(0.5)
-            with pytest.raises(RunError, match=rf"in use: process {holder.pid} on .* end it \(kill {holder.pid} on"):
-                Lease(tmp_path).__enter__()
-        finally:
-            holder.send_signal(signal.SIGCONT)
-    assert holder.returncode == 0
+    holder = os.fork()
+    if holder == 0:
+        with Lease(tmp_path):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(holder, os.WUNTRACED)[1])
+    try:
+        time.sleep(0.5)
+        with pytest.raises(RunError, match=rf"in use: process {holder} on .* end it \(kill {holder} on"):
+            Lease(tmp_path).__enter__()
+    finally:
+        os.kill(holder, signal.SIGCONT)
+        ended = os.waitpid(holder, 0)[1]
+    assert ended == 0
     assert not any(tmp_path.iterdir())
 
 
@@ -181,17 +185,24 @@ def test_a_folder_in_the_place_of_a_lease_is_named(tmp_path: Path, name: str) ->
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Metrics.on_log
-    run = tmp_path / "run"
+def _lose_at_6(monkeypatch: pytest.MonkeyPatch, run: Path) -> threading.Event:
+    """Have another job take the lease when the metrics of step 6 are written, and the event set."""
+    write, lost = Metrics.on_log, threading.Event()
 
     def write_and_lose(self: Metrics, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
         write(self, args, state, control, logs, **options)
         if state.global_step == 6 and "loss" in logs:
             (run / LEASE_NAME).unlink()
             _leave(run, pid=7)
+            lost.set()
 
     monkeypatch.setattr(Metrics, "on_log", write_and_lose)
+    return lost
+
+
+def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    _lose_at_6(monkeypatch, run)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
         # Written at once: a checkpoint still being written when the lease is lost is not published.
         train(tiny_settings(write_texts(tmp_path / "texts"), async_checkpoints=False), run, quiet())
@@ -205,21 +216,13 @@ def test_a_run_whose_lease_was_taken_ends_before_it_writes(tmp_path: Path, monke
 def test_a_checkpoint_that_is_being_written_when_the_lease_is_lost_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, lost = tmp_path / "run", threading.Event()
-    write, write_manifest = Metrics.on_log, checkpoint_module.write_manifest
-
-    def write_and_lose(self: Metrics, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
-        write(self, args, state, control, logs, **options)
-        if state.global_step == 6 and "loss" in logs:
-            (run / LEASE_NAME).unlink()
-            _leave(run, pid=7)
-            lost.set()
+    run, write_manifest = tmp_path / "run", checkpoint_module.write_manifest
+    lost = _lose_at_6(monkeypatch, run)
 
     def write_when_lost(*args: Any, **options: Any) -> None:
         assert lost.wait(300)
         write_manifest(*args, **options)
 
-    monkeypatch.setattr(Metrics, "on_log", write_and_lose)
     monkeypatch.setattr(checkpoint_module, "write_manifest", write_when_lost)
     with pytest.raises(RunError, match="was taken by another job \\(process 7 on elsewhere"):
         train(tiny_settings(write_texts(tmp_path / "texts")), run, quiet())
@@ -310,34 +313,29 @@ def test_a_job_that_wakes_up_inside_publishing_leaves_its_successors_checkpoints
     """Stopped after the rename, as if on another host; its successor is writing a checkpoint when it wakes up."""
     texts, run = write_texts(tmp_path / "texts"), tmp_path / "run"
     words = "train --preset tiny --steps 9 --save-steps 2 --log-steps 2 --device cpu --threads 1 --keep-checkpoints 1"
-    command = [sys.executable, str(TESTS / "training" / "overtaken_job.py"), "4", *words.split()]
-    job = subprocess.Popen(
-        [*command, "--data", str(texts), "--output", str(run)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(), text=True, start_new_session=True,
-    )  # fmt: skip
-    stage, said = Trainer._save_checkpoint, []
+    words += f" --data {texts} --output {run}"
+    job = BESIDE.submit(run_forked, overtaken_job.train_and_stop, 4, words, folder=tmp_path, seconds=300)
+    stopped, stage = tmp_path / "stopped", Trainer._save_checkpoint
 
     def stage_and_wake(self: Trainer, *args: Any) -> None:
         stage(self, *args)
         if self.state.global_step == 8:
             before = _contents(self.run.staging), _contents(run / "checkpoint-6")
-            os.kill(job.pid, signal.SIGCONT)
-            said.append(job.communicate(timeout=300)[1])
+            os.kill(int(stopped.read_text()), signal.SIGCONT)
+            job.result()
             assert (_contents(self.run.staging), _contents(run / "checkpoint-6")) == before
             assert all(before)
 
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(Trainer, "_save_checkpoint", stage_and_wake)
-    try:
-        while not (tmp_path / "stopped").exists():
-            assert job.poll() is None, job.communicate()
-            time.sleep(0.05)
-        assert resume(run, quiet()).step == 9
-    finally:
-        end_whole(job)
-    assert job.returncode == 2
-    assert "was taken by another job" in said[0]
-    assert "Traceback" not in said[0]
+    while not stopped.exists():
+        assert not job.done(), job.result()
+        time.sleep(0.05)
+    assert resume(run, quiet()).step == 9
+    ended = job.result()
+    assert ended["code"] == 2
+    assert "was taken by another job" in ended["output"]
+    assert "Traceback" not in ended["output"]
     assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-9"}
     assert not list(run.glob(f"{STAGING}*"))
 

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.offload_files import check_folder, load_operator
 from dilated_attention_pytorch.training.spreading import respread
-from support.processes import TESTS
 from training.compared import distances, losses
-from training.runs import quiet, weights, write_texts
-from training.spread_runs import small_settings
-from training.test_distribution import _torchrun
+from training.runs import assert_same_weights, quiet, small_settings, weights, write_texts
+from training.test_distribution import spread
 from training.test_zero import HALF, NEEDS_DEEPSPEED, TOLERANCE
 
 LEAST = 1 << 18
@@ -43,15 +40,13 @@ def test_states_in_files_train_what_one_process_trains(tmp_path: Path, figure: A
     offloaded.mkdir()
     settings = small_settings(texts, batch_size=2, gradient_accumulation=2, **WIDE)
     one = train(settings, tmp_path / "one", quiet()).run
-    changes = json.dumps({**FILES, **HALF, **WIDE, "offload_folder": str(offloaded)})
-    script = TESTS / "training" / "offload_file_runs.py"
-    run = _torchrun(2, [str(script), str(tmp_path), str(texts), changes, "12"])
-    assert run.returncode == 0, run.stderr[-8000:]
+    changes = {**FILES, **HALF, **WIDE, "offload_folder": offloaded}
+    spread(2, tmp_path, [("whole", changes, None), ("resumed", changes, 12), ("left", changes, 12)])
     assert not list(offloaded.iterdir())
 
     # Moments of all matrices of the blocks were in files, three groups of the optimizer; norms, biases and the
     # embedding are less than 1 MiB. So were those weights whose pieces are not.
-    found: dict[str, int] = json.loads((tmp_path / "files.json").read_text())
+    found: dict[str, int] = json.loads((tmp_path / "whole.json").read_text())
     sizes = {name: value.numel() for name, value in weights(one).items()}
     of_matrices = sum(
         4 * value.numel() for name, value in weights(one).items() if "blocks" in name and value.dim() == 2
@@ -64,9 +59,7 @@ def test_states_in_files_train_what_one_process_trains(tmp_path: Path, figure: A
 
     assert list(losses(one)) == list(range(1, 21))
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    assert all(
-        torch.equal(value, weights(tmp_path / "resumed")[name]) for name, value in weights(tmp_path / "whole").items()
-    )
+    assert_same_weights(tmp_path / "resumed", tmp_path / "whole")
     resume(tmp_path / "left", quiet())  # one process takes up what two have stopped
     for name in ("whole", "left"):
         distance = distances(tmp_path / name, one, 20)

@@ -119,20 +119,6 @@ def test_a_group_that_is_added_is_stepped_by_adamw() -> None:
     assert torch.equal(added, alone)
 
 
-def test_a_loaded_optimizer_takes_the_same_steps() -> None:
-    settings = PRESETS["tiny"]()
-    model = LongNetLM(settings.model)
-    optimizer = build_optimizer(model, settings)
-    _step(model, optimizer, 1)
-    twin = copy.deepcopy(model)
-    other = build_optimizer(twin, settings)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for seed in (2, 3):
-        _step(model, optimizer, seed)
-        _step(twin, other, seed)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
 def bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
     values = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)

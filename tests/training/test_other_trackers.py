@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 from collections.abc import Iterator
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from accelerate import PartialState
-from rich.console import Console
 
 from dilated_attention_pytorch.training import RunError, train
 from dilated_attention_pytorch.training.trackers import check_trackers, tracking
-from training.runs import open_run, quiet, tiny_settings, without_checks_of_settings, write_texts
+from training.runs import Heard, open_run, quiet, tiny_settings, without_checks_of_settings, write_texts
 
 _REASON = "Weights & Biases and MLflow are not installed here; `make trackers` installs them"
 wandb = pytest.importorskip("wandb", reason=_REASON)
@@ -110,14 +108,10 @@ def test_an_mlflow_server_that_goes_away_is_given_up_and_the_run_goes_on(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     without_checks_of_settings(monkeypatch)
-    said = Console(file=io.StringIO(), width=1000)
+    said = Heard()
     settings = tiny_settings(write_texts(tmp_path / "texts"), steps=3, track=("mlflow",))
     assert train(settings, tmp_path / "run", said).step == 3
-    assert isinstance(said.file, io.StringIO)
-    assert (
-        said.file.getvalue().count("--track mlflow is dropped, as its server does not respond (API request to http://")
-        == 1
-    )
+    assert said.said.count("--track mlflow is dropped, as its server does not respond (API request to http://") == 1
 
 
 @pytest.mark.filterwarnings("ignore")

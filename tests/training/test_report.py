@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.machine import machine
-from dilated_attention_pytorch.training import RunError, train
+from dilated_attention_pytorch.training import train
 from dilated_attention_pytorch.training.manifest import sealed
 from dilated_attention_pytorch.training.report import CHARTS, read_run, write_report
 from support.browser import Browser
@@ -69,36 +68,6 @@ def test_a_run_as_train_leaves_it_is_read(tmp_path: Path) -> None:
     assert run.settings["model.segment_lengths"] == "64, 256"
     logged = {name for entry in run.entries for name in entry}
     assert {chart.name for chart in CHARTS} <= logged
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "report needs the folder of at least one run: dilated-attention report runs/one runs/other"),
-        (["nothing"], "nothing is not a run folder; name the --output of a `train` or `extend` command"),
-        (["texts"], "training.json does not exist; name the --output of a `train` or `extend` command"),
-    ],
-)
-def test_what_is_no_run_is_refused_and_nothing_written(words: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    with pytest.raises(RunError) as error:
-        write_report([tmp_path / word for word in words], tmp_path / "report.html")
-    assert message in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
-
-
-def test_a_page_that_is_there_is_left_alone(runs: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "report.html").write_text("precious")
-    with pytest.raises(RunError, match=r"exists; nothing in it was changed. Name a new file, .*/report-2.html"):
-        write_report(runs, tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text() == "precious"
-
-
-def test_without_plotly_the_report_says_what_to_install(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
-    with pytest.raises(RunError) as error:
-        write_report(runs, runs[0].with_name("report.html"))
-    assert str(error.value) == f"the report needs plotly, not installed here: {install_command('report')}"
 
 
 _PLACE = """(() => {

@@ -14,7 +14,7 @@ import torch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import Outcome, RunError, TrainSettings, train
 from dilated_attention_pytorch.training import run as training_run
-from training.runs import change_sealed, quiet, stop_after, tiny_settings, weights, write_texts
+from training.runs import assert_same_weights, quiet, stop_after, tiny_settings, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,14 @@ def finished(settings: TrainSettings, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_command_that_is_given_again_goes_on_and_then_leaves_the_run_alone(
     settings: TrainSettings, finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     stop_after(monkeypatch, 4, signal.SIGTERM)
     stopped = train(settings, tmp_path / "run", quiet(), may_resume=True)
+    assert signal.getsignal(signal.SIGTERM) is before
     assert (stopped.stopped_by, stopped.step) == (signal.SIGTERM, 5)
     ended = train(settings, tmp_path / "run", quiet(), may_resume=True)
     assert ended == dataclasses.replace(finished, run=tmp_path / "run")
-    expected, found = weights(finished.run), weights(tmp_path / "run")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_weights(tmp_path / "run", finished.run)
     written = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))}
     assert train(settings, tmp_path / "run", quiet(), may_resume=True) == ended
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))} == written
@@ -56,20 +57,6 @@ def test_a_run_of_another_command_line_is_left_alone(settings: TrainSettings, fi
         train(dataclasses.replace(settings, precision=other), finished.run, quiet(), may_resume=True)
     with pytest.raises(RunError, match=r"\(threads [0-9]+ there, 77 here\)"):
         train(dataclasses.replace(settings, precision=chosen, threads=77), finished.run, quiet(), may_resume=True)
-
-
-def test_what_lies_there_is_looked_at_as_before(settings: TrainSettings, finished: Outcome, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "letter.txt").write_text("dear")
-    with pytest.raises(RunError, match="exists and is not empty"):
-        train(settings, tmp_path / "other", quiet(), may_resume=True)
-    record = (finished.run / "training.json").read_text()
-    try:
-        change_sealed(finished.run / "training.json", corpus={})
-        with pytest.raises(RunError, match="describes no run"):
-            train(settings, finished.run, quiet(), may_resume=True)
-    finally:
-        (finished.run / "training.json").write_text(record)
 
 
 def test_of_several_processes_the_first_one_looks_after_all_have_met(

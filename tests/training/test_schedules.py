@@ -15,7 +15,7 @@ from dilated_attention_pytorch.estimate.memory import Footprint
 from dilated_attention_pytorch.estimate.parallel_choice import choose_parallel
 from dilated_attention_pytorch.training import preflight
 from dilated_attention_pytorch.training.run_trainer import training_arguments
-from training.spread_runs import small_settings
+from training.runs import small_settings
 
 
 def test_wsd_rises_stays_and_falls_in_a_line(tmp_path: Path) -> None:

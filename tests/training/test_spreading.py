@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from pathlib import Path
@@ -12,15 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.training import RunError, resume, train
 from dilated_attention_pytorch.training.spreading import respread
-from support.processes import TESTS, environment, run_whole, torchrun
+from support.forked import run_forked
 from training.compared import distances, losses, moments
-from training.runs import quiet, record_samples, samples_of, stop_after, stopped_run, write_texts
-from training.spread_runs import small_settings
+from training.runs import quiet, record_samples, samples_of, small_settings, stop_after, stopped_run, write_texts
+from training.spread_runs import go_on
 
-HANG_SECONDS = 600.0
 STEPS = 20
 
 
@@ -65,21 +62,10 @@ def test_a_step_takes_as_many_windows_on_any_number_of_processes(
         assert processes % together == 0
 
 
-def test_what_cannot_be_shared_says_what_can() -> None:
-    settings = small_settings(Path("x"), batch_size=3, gradient_accumulation=2)
-    with pytest.raises(RunError, match=r"takes 6 windows, which 4 groups .* go on with 1, 2, 3 or 6 processes"):
-        respread(settings, 1, 4, {})
-
-
 def go_on_over(processes: int, run: Path, stop: int | None, changes: dict[str, Any], samples: Path) -> None:
-    """Resume ``run`` under torchrun, stop it after a step, and have ``samples`` filled with what it trains on."""
-    script = str(TESTS / "training" / "respread.py")
-    ended = run_whole(
-        [*torchrun(processes), script, str(run), json.dumps(stop), json.dumps(changes), str(samples)],
-        HANG_SECONDS,
-        env=environment(),
-    )
-    assert ended.returncode == 0, ended.stderr
+    """Resume ``run`` in ranks, stop it after a step, and have ``samples`` filled with what it trains on."""
+    ended = run_forked(go_on, run, stop, changes, samples, folder=samples.parent, ranks=processes)
+    assert ended["code"] == 0, ended["output"]
 
 
 @pytest.mark.slow
@@ -114,20 +100,20 @@ def test_two_processes_then_one_then_four_train_what_one_trains(tmp_path: Path, 
     assert max(found) < 1e-5
 
 
-def test_other_flags_than_those_that_spread_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--resume", str(tmp_path), "--context-parallel", "2", "--steps", "3"])
-    assert "so --steps cannot be used with it" in capsys.readouterr().err
-
-
 def test_what_a_run_of_one_process_was_told_stays_when_other_things_change() -> None:
     settings = small_settings(Path("x"), data_parallel="zero1", offload="optimizer", optimizer="adamw")
     spread = respread(settings, 1, 1, {"workers": 1})
     assert (spread.data_parallel, spread.offload, spread.workers) == ("zero1", "optimizer", 1)
 
 
-def test_a_batch_size_that_does_not_divide_a_step_is_refused() -> None:
-    settings = small_settings(Path("x"), batch_size=2, gradient_accumulation=2)
-    message = r"--batch-size 3 must divide the 4 windows that .*; take 1, 2 or 4"
-    with pytest.raises(RunError, match=message):
-        respread(settings, 1, 1, {"batch_size": 3})
+@pytest.mark.parametrize(
+    ("batch_size", "changes", "words"),
+    [
+        (3, {}, r"takes 6 windows, which 4 groups .* go on with 1, 2, 3 or 6 processes"),
+        (2, {"batch_size": 3}, r"--batch-size 3 must divide the 4 windows that .*; take 1, 2 or 4"),
+    ],
+)
+def test_what_cannot_be_shared_says_what_can(batch_size: int, changes: dict[str, Any], words: str) -> None:
+    settings = small_settings(Path("x"), batch_size=batch_size, gradient_accumulation=2)
+    with pytest.raises(RunError, match=words):
+        respread(settings, 1, 1 if changes else 4, changes)

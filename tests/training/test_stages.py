@@ -19,7 +19,7 @@ from dilated_attention_pytorch.training.data.windows import TrainingWindows
 from dilated_attention_pytorch.training.optimizer import build_optimizer
 from dilated_attention_pytorch.training.settings import TrainSettings
 from dilated_attention_pytorch.training.stages import Stages, StageSettings, stage_ends
-from training.runs import quiet, stopped_run, tiny_settings, weights, write_texts
+from training.runs import assert_same_weights, quiet, stopped_run, tiny_settings, weights, write_texts
 
 PATTERNS = (
     "DilatedPattern([32, 64], [1, 2])",
@@ -106,20 +106,15 @@ def test_a_run_that_stops_within_a_stage_goes_on_as_if_it_had_not(
     train(settings, tmp_path / "whole", quiet())
     stopped_run(monkeypatch, settings, tmp_path / "stopped", 4)
     resume(tmp_path / "stopped", quiet())
-    expected = weights(tmp_path / "whole")
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "stopped").items())
+    assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lengths": (64,)}, r"stages.lengths must rise and end with the context_length 256, got \[64\]"),
         ({"lengths": (256, 64)}, "must rise and end with the context_length 256"),
         ({"lengths": (4, 256)}, r"stages.lengths must be integers of at least 8, got \[4, 256\]"),
-        ({"lengths": (64, 256), "fractions": (0.5, 0.4)}, "stages.fractions must add up to 1"),
         ({"lengths": (64, 256), "fractions": (1.0,)}, "must have an entry for each of the 2 stages.lengths"),
-        ({"lengths": (64, 256), "fractions": (0.999, 0.001)}, "stages must have a step each: 9 steps"),
-        ({"lengths": (64, 256), "windows": (5, 1)}, "no more tokens than one of the context_length 256, got 5 of 64"),
         ({"lengths": (64, 256), "learning_rates": (0.0, 1.0)}, "stages.learning_rates must be finite numbers above 0"),
         ({"lengths": (64, 256), "patterns": ("x", "y")}, "stages.patterns: "),
         (

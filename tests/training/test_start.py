@@ -18,10 +18,12 @@ from dilated_attention_pytorch import parent
 from dilated_attention_pytorch.parent import end_worker_with_trainer
 from dilated_attention_pytorch.training import RunError, process_group
 from dilated_attention_pytorch.training import run as training_run
-from support.processes import TESTS, environment, free_port, run_whole, torchrun
+from support.forked import run_forked
+from support.processes import free_port
 from training.killed_launches import kill_launcher, kill_trainer
 from training.killed_runs import launch
-from training.spread_runs import small_settings
+from training.runs import small_settings
+from training.unlike_ranks import start_unlike
 
 SECONDS = 2.0
 
@@ -106,9 +108,8 @@ def test_ranks_that_are_started_otherwise_end_before_the_first_step_and_say_what
     texts: Path, tmp_path: Path
 ) -> None:
     """Settings, text and versions; data, context and tensor parallel, fsdp; begun and resumed."""
-    script = [str(TESTS / "training" / "unlike_ranks.py"), str(tmp_path), str(texts)]
-    ended = run_whole([*torchrun(2), *script], 900, env=environment())
-    assert ended.returncode == 0, ended.stderr[-8000:]
+    ended = run_forked(start_unlike, tmp_path, texts, folder=tmp_path, ranks=2)
+    assert ended["code"] == 0, ended["output"][-8000:]
     trials = [json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)]
     assert len(trials[0]) >= 18
     for (name, code, said, seconds), (_, *of_other) in zip(*trials, strict=True):

@@ -1,9 +1,4 @@
-"""Run under torchrun: runs whose second rank is started otherwise than the first; what both say.
-
-    torchrun --nproc-per-node 2 tests/training/unlike_ranks.py FOLDER TEXTS
-
-Every rank leaves ``FOLDER/said-RANK.json``: for each trial what differs, the exit code, the message and the seconds.
-"""
+"""Runs whose second rank is started otherwise than the first; what both say."""
 
 from __future__ import annotations
 
@@ -12,14 +7,12 @@ import dataclasses
 import io
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dilated_attention_pytorch.cli import main
@@ -27,6 +20,7 @@ from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training import run as training_run
 from dilated_attention_pytorch.training.process_group import process_rank
+from training.runs import leave_out_figures
 
 TRAIN = "train --preset tiny --steps 4 --save-steps 2 --device cpu --threads 1 --precision float32 --sample-length 1"
 SETTINGS = {
@@ -86,10 +80,12 @@ def _try(words: list[str]) -> tuple[Any, str]:
     return ended.value.code, err.getvalue()
 
 
-def _main(folder: Path, texts: Path, rank: int) -> None:
-    torch.set_num_threads(1)
+def start_unlike(place: str, texts: str) -> None:
+    """Leave ``place/said-RANK.json``: for each trial what differs, the exit code, the message and the seconds."""
+    folder, rank = Path(place), process_rank()
     begin, go_on = f"{TRAIN} --data {texts} --output {folder}/new", f"train --resume {folder}/run"
     with pytest.MonkeyPatch.context() as monkeypatch:
+        leave_out_figures(monkeypatch)
         monkeypatch.setattr(training_run, "_finish", _end)
         _try([*f"{TRAIN} --data {texts} --output {folder}/run".split()])
     other = folder / f"texts-{rank}"
@@ -110,7 +106,3 @@ def _main(folder: Path, texts: Path, rank: int) -> None:
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]), process_rank())

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend_with_lse, global_tokens, local_window
-from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import launch, plan
 from dilated_attention_pytorch.kernels.triton.configurations import BlockSizes
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.table import COVERING_LENGTH, group_numbers
 from support.planned import with_candidates
+from support.triton_calls import DEVICE
 
-DEVICE = "cpu" if is_interpreted() else "cuda"
 PATTERN = DilatedPattern([16, 48], [1, 3]) + local_window(5)
 
 
@@ -26,9 +25,9 @@ def _own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     with_candidates(monkeypatch, BlockSizes(16, 16, 4, 1))
 
 
-def problem(rows: int = 7, pattern: Pattern = PATTERN, **options: Any) -> Problem:
+def problem(rows: int = 7, pattern: Pattern = PATTERN, heads: int = 2, **options: Any) -> Problem:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, rows, 2, 16, generator=generator).to(DEVICE) for _ in range(3))
+    q, k, v = (torch.randn(1, rows, heads, 16, generator=generator).to(DEVICE) for _ in range(3))
     options = {"is_causal": True, "scale": 0.25, **options}
     return Problem(q, k, v, pattern.groups, rules=pattern.rules, **options)
 
@@ -84,9 +83,9 @@ def test_calls_share_a_plan_where_all_is_equal_that_it_depends_on() -> None:
 def test_a_plan_that_was_made_before_gives_the_bits_of_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = DilatedPattern([3, 9], [1, 2])
     calls = [
-        problem(9, pattern, query_offset=2, dropout_p=0.3, dropout_seed=torch.tensor(5, device=DEVICE)),
-        problem(9, pattern, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)),
-        problem(9, pattern, cu_seqlens=torch.tensor([0, 6, 9], dtype=torch.int32, device=DEVICE)),
+        problem(9, pattern, 1, query_offset=2, dropout_p=0.3, dropout_seed=torch.tensor(5, device=DEVICE)),
+        problem(9, pattern, 1, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)),
+        problem(9, pattern, 1, cu_seqlens=torch.tensor([0, 6, 9], dtype=torch.int32, device=DEVICE)),
     ]
 
     def results(call: Problem) -> list[torch.Tensor]:

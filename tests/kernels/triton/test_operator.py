@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
-from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.ops import operators
 from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
+from support.triton_calls import DEVICE
 
-DEVICE = "cpu" if is_interpreted() else "cuda"
 PATTERN = DilatedPattern([7, 16], [1, 3])
 
 
@@ -23,26 +24,18 @@ def leaves(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 # opcheck's own comparison reads the gradient of a tensor that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("extra", ["plain", "packed", "padded", "dropout", "window"])
-def test_opcheck(extra: str) -> None:
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dropout and a window", "packed and padded"])
+def test_opcheck(is_packed: bool) -> None:
     q, k, v = leaves(13)
-    packed = torch.tensor([0, 9, 13], dtype=torch.int32, device=DEVICE) if extra == "packed" else None
-    padding = torch.arange(13, device=DEVICE)[None] % 3 == 1 if extra == "padded" else None
-    seed, p = (torch.tensor(5, device=DEVICE), 0.3) if extra == "dropout" else (None, 0.0)
-    pattern = PATTERN + local_window(4) if extra == "window" else PATTERN
-    call = Call(
-        q,
-        k,
-        v,
-        cu_seqlens=packed,
-        key_padding_mask=padding,
-        dropout_seed=seed,
-        pattern=pattern,
-        is_causal=True,
-        scale=0.3,
-        dropout_p=p,
-        impl=IMPLEMENTATIONS["triton"],
-    ).for_operator()
+    options: dict[str, Any] = {
+        "cu_seqlens": torch.tensor([0, 9, 13], dtype=torch.int32, device=DEVICE),
+        "key_padding_mask": torch.arange(13, device=DEVICE)[None] % 3 == 1,
+    }
+    if not is_packed:
+        options = {"dropout_seed": torch.tensor(5, device=DEVICE), "dropout_p": 0.3}
+    pattern = PATTERN if is_packed else PATTERN + local_window(4)
+    triton = IMPLEMENTATIONS["triton"]
+    call = Call(q, k, v, pattern=pattern, is_causal=True, scale=0.3, impl=triton, **options).for_operator()
     torch.library.opcheck(operators.attend, call)
     out, lse = attend_with_lse(q, k, v, pattern)
     with torch.no_grad():

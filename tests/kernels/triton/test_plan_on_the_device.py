@@ -30,8 +30,7 @@ from dilated_attention_pytorch.kernels.triton.segments import (
 )
 from dilated_attention_pytorch.patterns.dilated import DilationGroup
 from support.planned import planned, with_candidates
-
-DEVICE = "cpu" if is_interpreted() else "cuda"
+from support.triton_calls import DEVICE
 
 
 @triton.jit

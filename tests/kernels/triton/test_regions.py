@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, global_tokens, local_window, random_blocks
-from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton.plan import LaunchPlan, plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Kind, Problem
 from dilated_attention_pytorch.kernels.triton.regions import regions_of
@@ -21,8 +20,8 @@ from dilated_attention_pytorch.kernels.triton.sides import Side
 from support.drawn import examples
 from support.oracle import Groups, dense_counts
 from support.planned import check_runs, planned
+from support.triton_calls import DEVICE
 
-DEVICE = "cpu" if is_interpreted() else "cuda"
 Interval = tuple[int, int]
 
 

@@ -19,14 +19,13 @@ from dilated_attention_pytorch import (
     random_blocks,
     strided_blocks,
 )
-from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import sides
 from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from support.drawn import DrawnCall, Sizes, block_calls, examples
 from support.planned import check_runs, planned
+from support.triton_calls import DEVICE
 
-DEVICE = "cpu" if is_interpreted() else "cuda"
 # The interpreter takes milliseconds to write a run.
 SMALL = Sizes(st.integers(1, 90), batch=1, kv_heads=2, head_dims=(5,), groups=2, summands=(1,))
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch.nn import functional
 
 from dilated_attention_pytorch.cli import main
@@ -28,8 +27,17 @@ from dilated_attention_pytorch.training.model_evaluation import EvalSettings, ev
 from dilated_attention_pytorch.training.stages import Stages
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.data.test_records import write_jsonl
-from training.runs import quiet, record_samples, samples_of, stopped_run, tiny_settings, weights, write_texts
-from training.spread_runs import small_settings
+from training.runs import (
+    Heard,
+    assert_same_weights,
+    quiet,
+    record_samples,
+    samples_of,
+    small_settings,
+    stopped_run,
+    tiny_settings,
+    write_texts,
+)
 from training.test_spreading import go_on_over
 
 MIXED = {"weights": (0.7, 0.3), "packing": "documents", "max_tokens": 300, "max_batch_size": 6, "batch_size": 1}
@@ -145,11 +153,10 @@ def test_eval_of_a_run_over_documents_reads_each_alone_as_training_does(
         precision="float32",
         device="cpu",
     )
-    said = Console(file=io.StringIO(), width=200)
+    said = Heard()
     result = json.loads(evaluate_model(str(outcome.run), asked, tmp_path / "eval.json", said).read_text())
     assert result["packing"] == "documents"
-    assert isinstance(said.file, io.StringIO)
-    assert "held-out documents, each read alone" in said.file.getvalue()
+    assert "held-out documents, each read alone" in said.said
     assert result["bits_per_byte"][str(settings.context_length)] == pytest.approx(outcome.bits_per_byte, rel=1e-5)
     # At 33 tokens the same are predicted, from at most 32 before them in their own document.
     evaluation = read_data(settings, read_tokenizer(settings), None).evaluation()
@@ -212,8 +219,7 @@ def test_a_run_over_a_mixture_that_was_stopped_ends_with_the_same_bits_and_sampl
         torch.manual_seed(7)
         ended = resume(tmp_path / "run", quiet())
     assert samples_of(tmp_path / "seen") == samples_of(tmp_path / "seen-whole")
-    expected = weights(whole.run)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(ended.run).items())
+    assert_same_weights(ended.run, whole.run)
     assert (ended.bits_per_byte, ended.sample) == (whole.bits_per_byte, whole.sample)
     record = json.loads((ended.run / "training.json").read_text())
     assert record["corpus"]["held_out_tokens"] > 100

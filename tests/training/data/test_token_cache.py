@@ -207,19 +207,6 @@ def test_what_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = texts_of(tmp_path / "texts", 3)
-    encode = ByteTokenizer.encode
-
-    def change(self: ByteTokenizer, texts: Any) -> Any:
-        (folder / "1.txt").write_text("longer than before, by far")
-        return encode(self, texts)
-
-    monkeypatch.setattr(ByteTokenizer, "encode", change)
-    with pytest.raises(RunError, match="a file changed while it was read"):
-        cached([folder], tmp_path / "cache")
-
-
 LIMITED = """
 import re, resource, sys
 from pathlib import Path
