@@ -21,17 +21,7 @@ choose_waiting(os.environ, sys.orig_argv)
 from . import legacy, slides  # noqa: F401 - slides registers its output for torch.export
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
 from .nn import MultiheadDilatedAttention, MultiheadPatternAttention
-from .ops import (
-    AttentionOutput,
-    attend,
-    attend_with_lse,
-    attention_calls,
-    attention_map,
-    attention_maps,
-    attention_rollout,
-    dilated_attention,
-    merge,
-)
+from .ops import AttentionOutput, attend, attend_with_lse, dilated_attention, merge
 from .patterns import (
     DilatedPattern,
     Pattern,
@@ -69,10 +59,6 @@ __all__ = [
     "adopt",
     "attend",
     "attend_with_lse",
-    "attention_calls",
-    "attention_map",
-    "attention_maps",
-    "attention_rollout",
     "dilated_attention",
     "extend_context",
     "from_block_mask",

@@ -15,13 +15,15 @@ from dilated_attention_pytorch import (
     LongNetConfig,
     LongNetLM,
     attend,
+    local_window,
+)
+from dilated_attention_pytorch.ops import (
+    attend_blocks,
     attention_calls,
     attention_map,
     attention_maps,
     attention_rollout,
-    local_window,
 )
-from dilated_attention_pytorch.ops import attend_blocks
 from support.drawn import DrawnCall, block_calls, calls, examples
 from support.oracle import dense_attention
 

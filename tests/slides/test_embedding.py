@@ -786,7 +786,7 @@ def test_a_limit_on_the_size_of_files_ends_it_in_a_sentence_and_what_was_written
     assert done.returncode == 2, done.stderr
     assert "a file would be larger than the limit of this shell (ulimit -f)" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"_embed.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"_embed.json", "_embed.json.claims"}
 
 
 def no_links(*words: object) -> None:

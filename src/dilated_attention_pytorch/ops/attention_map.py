@@ -65,6 +65,7 @@ def attention_map(
         TypeError, ValueError: an argument is of the wrong type, shape, dtype, device or range.
         NotImplementedError: the named implementation does not support this call.
 
+    >>> from dilated_attention_pytorch.ops import attention_map
     >>> q, k = torch.randn(2, 1, 100, 4, 8).unbind()
     >>> pattern = DilatedPattern([16, 64], [1, 4])
     >>> attention_map(q, k, pattern, [0, 7]).shape  # of two queries
@@ -123,6 +124,7 @@ def attention_maps(queries: Queries) -> Iterator[list[Tensor]]:
         NotImplementedError: a call selects blocks by content, or splits its rows over ranks.
 
     >>> q = k = v = torch.randn(1, 100, 4, 8)
+    >>> from dilated_attention_pytorch.ops import attention_maps
     >>> with attention_maps([0]) as maps:
     ...     out = attend(q, k, v, DilatedPattern([16, 64], [1, 4]))
     >>> torch.testing.assert_close(out[:, 0], torch.einsum("bhm,bmhd->bhd", maps[0][:, 0], v))
@@ -163,6 +165,7 @@ def attention_rollout(calls: Sequence[Call], queries: Queries) -> Tensor:
         NotImplementedError: see :func:`attention_maps`.
 
     >>> pattern = DilatedPattern([16, 64], [1, 4])
+    >>> from dilated_attention_pytorch.ops import attention_calls, attention_rollout
     >>> with attention_calls() as calls:
     ...     for layer in range(3):
     ...         q = k = v = torch.randn(1, 100, 4, 8)

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from dilated_attention_pytorch.output import make_output
 
-CLAIMS_NAME = "_embed.claims"
+CLAIMS_NAME = "_embed.json.claims"
 
 
 class Claims:

@@ -31,8 +31,8 @@ from .tools import Layout
 
 SETTINGS_NAME = "_embed.json"
 """Readers of Parquet folders skip names that begin with an underscore."""
-_OWN_NAMES = "_embed.*"
-"""What other commands that begin at the same time may have written: the settings, and locks of slides."""
+_OWN_NAMES = f"{SETTINGS_NAME}.*"
+"""What other commands that begin at the same time may have written: settings under way, and locks of slides."""
 _NOT_COMPARED = ("checkpoint",)
 
 
@@ -105,9 +105,7 @@ class Store:
         file = self.folder / SETTINGS_NAME
         if not file.is_file():
             try:
-                check_free_folder(
-                    self.folder, going_on=", or the one of an earlier `embed` command", beside=_OWN_NAMES
-                )
+                check_free_folder(self.folder, going_on=", or the one of an earlier `embed` command", beside=_OWN_NAMES)
                 return
             except RunError:
                 # Another command may have begun the folder meanwhile.
