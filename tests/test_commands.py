@@ -23,6 +23,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dilated_attention_pytorch.slides import Embedder, EmbedSettings
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from slides import made_slides
 from support import pages
@@ -129,7 +130,7 @@ OTHERS = "a program that is not this package's"
 NO_COMMAND, A_NAME = "no command yet", "a name in a sentence"
 ROWS = [
     Row(r"dilated-attention(-?\.\.\.| \.\.\.| COMMAND --help)?", lambda _: program(["", "--help"]), NO_COMMAND),
-    Row(r"dilated-attention (bench|diagnose|embed|eval|extend|plan|profile|show|tokenizer|train|tune)", to_help, A_NAME),
+    Row(r"dilated-attention (bench|diagnose|embed|eval|extend|heatmap|plan|profile|show|tokenizer|train|tune)", to_help, A_NAME),
     Row(r"dilated-attention train .*(--track wandb|--offload|zero\d).*", None, "needs W&B, MLflow or DeepSpeed: its flags are parsed"),
     Row(r"dilated-attention train .*", train),
     Row(r"dilated-attention generate .*", flags(max_new_tokens="5", device="cpu")),
@@ -143,7 +144,7 @@ ROWS = [
     Row(r"dilated-attention plan .*--changes.*", None, "plans dozens of runs, as tests/estimate does: its flags are parsed"),
     Row(r"dilated-attention plan .*--preset gpu.*", flags(preset="tiny", context_length="256")),
     Row(r"dilated-attention plan --model .*", flags(context_length="128", pattern="DilatedPattern([16,32],[1,2])")),
-    Row(r"dilated-attention (plan --help|show .*|info|build|diagnose .*|profile .*|report .*|embed .*)", program),
+    Row(r"dilated-attention (plan --help|show .*|info|build|diagnose .*|profile .*|report .*|embed .*|heatmap .*)", program),
     Row(r"torchrun .* train .*--resume .*", None, "needs ranks, and a run that they wrote: its flags are parsed"),
     Row(r"torchrun .* train .*(fsdp|zero).*", None, "tests/estimate plans FSDP and ZeRO, tests/training trains: its flags are parsed"),
     Row(r"torchrun .* train .*", plan_of_ranks, "planned for as many ranks; tests/training starts them"),
@@ -269,7 +270,9 @@ def make_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     for folder in ("features", "features_gigapath"):
         made_slides.write_slides(world / folder, [5, 3])
-    made_slides.checkpoint(world)
+    weights = made_slides.checkpoint(world)
+    for folder in ("embeddings", "maps"):
+        Embedder([world / "features"], weights, world / folder, EmbedSettings(maps=True, rollout=True)).run()
     (config,) = (
         block.text
         for block in pages.blocks_of(DOCS / "training.md")
