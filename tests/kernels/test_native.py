@@ -283,6 +283,7 @@ def test_other_devices_dtypes_and_widths_are_refused() -> None:
         attend(meta, meta, meta, local_window(3), impl="native")
 
 
+@pytest.mark.slow  # it compiles the kernels again
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the other tests are of AVX2 here")
 def test_kernels_of_avx2_keep_the_same_laws() -> None:
     laws = "at_most_twice and 48 or dropout_and_padding and sum or few_queries or stored_rows or several_tiles"

@@ -24,7 +24,7 @@ def drawn(world: int) -> tuple[list[ShardedCase], list[ShardedCase]]:
     return cases, [case for case in cases if case.is_whole]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=["2 ranks", "3 ranks"])
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What every rank has found."""
     return run_ranks(request.param, run_all, *drawn(request.param))
