@@ -17,7 +17,7 @@ class Claims:
     """Locks of slides in an output folder. The operating system releases a lock when its process ends.
 
     Args:
-        folder: the output folder; commands on other hosts must see its locks (flock, which NFS and Lustre pass on).
+        folder: the output folder; commands on other hosts must see its locks (``flock``).
     """
 
     def __init__(self, folder: Path) -> None:
