@@ -172,5 +172,5 @@ def _picture(path: Path) -> Any:
 
     try:
         return imread(path)
-    except (OSError, ValueError, SyntaxError, ImportError) as error:
+    except (OSError, ValueError, SyntaxError) as error:
         raise RunError(f"--thumbnail {path} cannot be read as a picture ({first_line(error)}); pass a PNG") from error
