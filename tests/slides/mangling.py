@@ -232,7 +232,7 @@ def run_batch(seed: int, number: int) -> collections.Counter[str]:
         pytest.MonkeyPatch.context() as monkeypatch,
         tempfile.TemporaryDirectory() as name,
     ):
-        monkeypatch.setattr(module, "measure_limits", lambda *words: limits)
+        monkeypatch.setattr(module, "measure_limits", lambda *_, **__: limits)
         folder = Path(name)
         weights = checkpoint(folder)
         whole = torch.load(weights, weights_only=True)["model"]
