@@ -22,7 +22,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0", "ruff>=0.12"),
     "plot": ("matplotlib>=3.8",),
     "report": ("plotly>=6",),
-    "slides": ("h5py>=3.11", "numpy", "pyarrow>=18", "rich>=13", "safetensors>=0.4", "tyro>=1.0"),
+    "slides": ("filelock>=4.3", "h5py>=3.11", "numpy", "pyarrow>=18", "rich>=13", "safetensors>=0.4", "tyro>=1.0"),
     "torchao": ("torchao>=0.18",),
     "track": ("mlflow>=3", "prometheus-client>=0.20", "wandb>=0.22"),
     "train": (

@@ -51,9 +51,7 @@ def run_row(row: Row, world: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 
 TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
-COMMANDS = (
-    "train, extend, generate, embed, eval, report, diagnose, tokenizer, bench, profile, tune, plan, show, build, info"
-)
+COMMANDS = "train, extend, generate, embed, heatmap, eval, report, diagnose, tokenizer, bench, profile, tune, plan, show, build, info"
 TABLE: dict[str, list[Row]] = {
     "what is no command line": [
         Row("", f"Expected one of {{{COMMANDS}}}"),
