@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant("slides/contents.py", "(rows == 0).all(dim=1)", "rows.isnan().all(dim=1)", SLIDE_FILES),
     Mutant(
         "slides/embedding.py",
-        "_check_spacing(slide, tile_size)\n        try",
-        "_check_origin(slide)\n        try",
+        "_check_spacing(slide, tile_size)\n        coordinates",
+        "_check_origin(slide)\n        coordinates",
         EMBEDDING,
     ),
     Mutant("slides/store.py", "and before.version == source.version", "", EMBEDDING),

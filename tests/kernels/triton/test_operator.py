@@ -24,7 +24,11 @@ def leaves(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 # opcheck's own comparison reads the gradient of a tensor that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("is_packed", [False, True], ids=["dropout and a window", "packed and padded"])
+@pytest.mark.parametrize(
+    "is_packed",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["dropout and a window", "packed and padded"],
+)
 def test_opcheck(is_packed: bool) -> None:
     q, k, v = leaves(13)
     options: dict[str, Any] = {
