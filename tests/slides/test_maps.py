@@ -225,6 +225,7 @@ def test_a_foreign_geojson_stays(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "out" / "slide0.h5").unlink()
     assert "was not written by `embed`" in failure(capsys, *words)
     assert (tmp_path / "out" / "slide0.geojson").read_text() == "{}"
+    assert not (tmp_path / "out" / "slide0.h5").exists()  # the next run tries again
 
 
 @pytest.mark.parametrize(

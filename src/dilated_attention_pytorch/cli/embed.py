@@ -17,7 +17,7 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.slides.settings import EmbedSettings
 
 if TYPE_CHECKING:
-    from dilated_attention_pytorch.slides.embedding import Progress
+    from dilated_attention_pytorch.slides.embedding import TileProgress
 
 _SOME_FAILED = 1
 _LINE_SECONDS = 5.0
@@ -65,8 +65,7 @@ class Embed(EmbedSettings):
             SystemExit: with 1 if files were skipped, with 130 after Ctrl-C.
         """
         require("embedding slides", ("rich",), "slides")
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         from dilated_attention_pytorch.slides import Embedder
         from dilated_attention_pytorch.terminal import plain_console
@@ -82,10 +81,10 @@ class Embed(EmbedSettings):
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
             bar, last = bars.add_task("embedding", total=None), time.monotonic()
 
-            def report(done: Progress) -> None:
+            def report(done: TileProgress) -> None:
                 nonlocal last
                 slides = f"{done.slides:,} of {done.total_slides:,} slides"
                 bars.update(bar, completed=done.tiles, total=done.total_tiles, description=slides)

@@ -52,7 +52,6 @@ class Heatmap:
 
         if self.rollout and (self.layer is not None or self.head is not None):
             raise RunError("--rollout goes through all layers and heads: leave out --layer and --head")
-
         output = self.file.with_suffix(".png") if self.output is None else self.output
         kinds = FigureCanvasBase.get_supported_filetypes()
         if output.suffix[1:].lower() not in kinds:

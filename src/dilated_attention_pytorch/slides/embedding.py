@@ -67,7 +67,7 @@ class TileRows(NamedTuple):
     tile_size: int
 
 
-class Progress:
+class TileProgress:
     """Tiles that are done, of all that a run has to embed.
 
     Args:
@@ -75,7 +75,7 @@ class Progress:
         report: called with this object whenever it changes.
     """
 
-    def __init__(self, tiles: Mapping[str, int], report: Callable[[Progress], None]) -> None:
+    def __init__(self, tiles: Mapping[str, int], report: Callable[[TileProgress], None]) -> None:
         self._tiles, self._report = dict(tiles), report
         self.total_tiles, self.total_slides = sum(tiles.values()), len(tiles)
         self.slides = 0
@@ -155,7 +155,7 @@ class Embedder:
         *,
         say: Callable[[str], None] = lambda sentence: None,
         skip: Callable[[Path, str], None] = lambda path, reason: None,
-        progress: Callable[[Progress], None] = lambda state: None,
+        progress: Callable[[TileProgress], None] = lambda state: None,
     ) -> Outcome:
         """Embed every slide that has no embedding yet.
 
@@ -189,7 +189,7 @@ class Embedder:
             say(f"{outcome.kept:,} of {len(self.paths):,} slides were embedded before")
         if not left:
             return outcome
-        counted = Progress({name: num_tiles(path) for name, path in left.items()}, progress)
+        counted = TileProgress({name: num_tiles(path) for name, path in left.items()}, progress)
         claims = Claims(self.store.folder)
         try:
             while left:
@@ -209,7 +209,7 @@ class Embedder:
         outcome: Outcome,
         say: Callable[[str], None],
         skip: Callable[[Path, str], None],
-        counted: Progress,
+        counted: TileProgress,
     ) -> None:
         """Embed the slides of ``left`` that no other command is embedding; they leave ``left``, and what others
         finished."""
@@ -258,9 +258,10 @@ class Embedder:
         Raises:
             RunError: something else has the name.
         """
-        self.store.write(slide.source, result)
+        # The embedding comes last: a slide that has one is finished.
         if self.settings.maps and "tile_size_um" not in slide.slide.attributes:
             self.store.write_geojson(slide.source, result)
+        self.store.write(slide.source, result)
 
     def _limits(self, say: Callable[[str], None]) -> TileLimits | None:
         settings = self.settings
@@ -459,7 +460,7 @@ class Embedder:
 
 
 @contextmanager
-def _counting_layers(encoder: SlideEncoder, counted: Progress, tiles: int) -> Iterator[None]:
+def _counting_layers(encoder: SlideEncoder, counted: TileProgress, tiles: int) -> Iterator[None]:
     """Count the tiles of a batch by the layers that are computed."""
     layers = encoder.encoder.layers
 

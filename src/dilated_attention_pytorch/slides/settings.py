@@ -66,7 +66,7 @@ class EmbedSettings:
     """Dtype of matrix products and attention, under autocast. GigaPath's own programs use float16 on GPUs."""
     batch_tiles: int | None = None
     """Most tiles per batch of several slides; fewer if memory is short. A command that is killed loses at most one
-    batch. Default: 16,384 on a GPU; on a CPU every slide alone, so that no bit depends on the slides beside it."""
+    batch. Default: 16,384 on a GPU; on a CPU every slide alone, so that its numbers do not depend on others."""
     memory: float | None = None
     """Memory limit in gigabytes besides the weights. Default: half of the free memory for a batch, all of it for a
     single slide. A slide that needs more is skipped."""
