@@ -28,7 +28,6 @@ _SIGNS = {
     "padding on the right": "r",
     "cached generation": "k",
 }
-_UNBUILT = ("not built", "not judged")
 # What an error says about one model only, or what to do instead of a pattern, which the page says once.
 _DETAILS = (
     (re.compile(r" \((?:\"[^\"]*\"|[^()]* of \"[^\"]*\")\)"), ""),
@@ -44,8 +43,8 @@ _DETAILS = (
 _HEAD = """# Architectures of transformers
 
 This page has the result of [`attn_implementation="dilated"`](transformers.md) for every architecture of transformers
-{transformers}. Find a model by its type (`config.model_type`) or class: the line above its name says what holds, or why
-it is refused. `{command}` makes this page (torch {torch}, {date}).
+{transformers}. Find a model by its type (`config.model_type`): the line above it says what holds, or why it is refused.
+`{command}` makes this page (torch {torch}, {date}); [a file](../benchmarks/results/{file}) has classes and errors.
 
 | of {judged} classes of models with attention that were built and run | |
 |---|---|
@@ -53,7 +52,7 @@ it is refused. `{command}` makes this page (torch {torch}, {date}).
 | [are refused](#refused), with an error that names the reason | {refused} |
 | [neither](#neither): a wrong result, or another error | {neither} |
 
-{others} more are [not judged](#not-judged): they have no attention, or no small model of them runs here.
+{others} more are not judged: they have no attention, or no small model of them runs here.
 
 Each type is represented by one class: its causal language model if it has one, otherwise the plain model, or both if
 they are two networks (an encoder, and the same built with `is_decoder=True`, marked "(decoder)"). A small model with
@@ -103,23 +102,19 @@ def page(origin: dict[str, Any], verdicts: list[Verdict]) -> str:
     """The page of the docs."""
     versions = origin["versions"]
     count = Counter(verdict.verdict for verdict in verdicts)
-    of = {
-        name: [verdict for verdict in verdicts if verdict.verdict == name]
-        for name in (WORKS, REFUSED, NEITHER, NOT_APPLICABLE)
-    }
+    of = {name: [verdict for verdict in verdicts if verdict.verdict == name] for name in (WORKS, REFUSED, NEITHER)}
     head = _HEAD.format(
         transformers=versions["transformers"],
         torch=versions["torch"].partition("+")[0],
         date=origin["date"],
         command=COMMAND,
+        file=RESULTS.name,
         judged=len(verdicts) - count[NOT_APPLICABLE],
         works=count[WORKS],
         refused=count[REFUSED],
         neither=count[NEITHER],
         others=count[NOT_APPLICABLE],
     )
-    unbuilt = [verdict for verdict in of[NOT_APPLICABLE] if verdict.reason.startswith(_UNBUILT)]
-    rest = [verdict for verdict in of[NOT_APPLICABLE] if not verdict.reason.startswith(_UNBUILT)]
     return "\n".join(
         [
             head,
@@ -133,13 +128,6 @@ def page(origin: dict[str, Any], verdicts: list[Verdict]) -> str:
             "## Neither",
             "",
             *(_grouped(of[NEITHER], lambda verdict: _plain(verdict.reason.partition(" | ")[0])) or ["None.", ""]),
-            "## Not judged",
-            "",
-            *_grouped(rest, lambda verdict: _plain(verdict.reason)),
-            *_grouped(
-                unbuilt,
-                lambda _: f"no small model was built or called ([errors](../benchmarks/results/{RESULTS.name}))",
-            ),
         ]
     )
 
@@ -156,8 +144,7 @@ def _grouped(verdicts: list[Verdict], title: Callable[[Verdict], str]) -> list[s
 
 
 def _name(verdict: Verdict) -> str:
-    name = f"{verdict.model_type} `{verdict.class_name}`" if verdict.class_name else verdict.model_type
-    return f"{name} (decoder)" if verdict.is_decoder else name
+    return f"{verdict.model_type} (decoder)" if verdict.is_decoder else verdict.model_type
 
 
 def _shown(verdict: Verdict) -> str:
