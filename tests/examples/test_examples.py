@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import statistics
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend
 from dilated_attention_pytorch.integrations import register, replace_attention
+from dilated_attention_pytorch.slides import load_slide_encoder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -203,3 +206,31 @@ def test_the_gallery_shows_patterns_that_attention_is_computed_by(gallery: dict[
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
         dense = torch.einsum("bhpt,bthd->bphd", weights, value)
         torch.testing.assert_close(attend(query, key, value, pattern), dense, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_a_slide_encoder_is_pretrained_resumes_and_loads(tmp_path: Path) -> None:
+    program = example("pretrain_slides")
+    words = ["--width", "32", "--layers", "2", "--decoder-width", "32", "--slides-per-step", "2"]
+    whole = program.main([*words, "--steps", "10", "--output", str(tmp_path / "whole")])
+    # Stopped after its first checkpoint.
+    shutil.copytree(tmp_path / "whole" / "checkpoint-8", tmp_path / "stopped" / "checkpoint-8")
+    assert program.main([*words, "--steps", "10", "--output", str(tmp_path / "stopped")]) == whole
+    one, other = (
+        load_slide_encoder(tmp_path / folder / "slide_encoder.safetensors") for folder in ("whole", "stopped")
+    )
+    assert (one.config.feature_dim, one.config.embed_dim, one.config.num_layers) == (64, 32, 2)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_pretraining_predicts_hidden_tiles_better_than_the_mean_of_the_others(tmp_path: Path) -> None:
+    program = example("pretrain_slides")
+    of_mean = []
+    torch.manual_seed(0)
+    for index in range(program.HELD_OUT):
+        features, grid = program.MadeSlides(range(program.HELD_OUT))[index]
+        is_hidden = program.hidden_tiles(torch.tensor([0, len(grid)]))
+        target = layer_norm(features, features.shape[1:])
+        of_mean.append(float((target[is_hidden] - target[~is_hidden].mean(dim=0)).square().mean()))
+    assert program.main(["--output", str(tmp_path)]) < statistics.mean(of_mean) - 0.03

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
@@ -225,6 +227,35 @@ class SlideEncoder(nn.Module):
         ends = tuple(end + slide for slide, end in enumerate(boundaries))
         return self._pooled(self.encoder(torch.cat([part for slide in slides for part in (token, slide)], 1), ends))
 
+    def tile_states(
+        self,
+        features: Tensor,
+        coordinates: Tensor,
+        *,
+        layer: int | None = None,
+        tile_size: int = 256,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The state of every tile after a layer, ``[B, N, E]``, for the arguments of :meth:`forward`.
+
+        Args:
+            features, coordinates, tile_size, cu_seqlens: as for a call of the module.
+            layer: 0, the tiles before the first layer, to the number of layers; None = after the last, without the
+                LayerNorm behind it.
+
+        >>> from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
+        >>> encoder = SlideEncoder(SlideEncoderConfig(feature_dim=32, embed_dim=48, num_layers=2, ffn_dim=96)).eval()
+        >>> encoder.tile_states(torch.randn(1, 100, 32), 256 * torch.arange(200).reshape(1, 100, 2)).shape
+        torch.Size([1, 100, 48])
+        """
+        with states_after(self, self.config.num_layers if layer is None else layer) as states:
+            self(features, coordinates, tile_size=tile_size, cu_seqlens=cu_seqlens)
+        if cu_seqlens is None:
+            return states[0][:, 1:]
+        is_tile = torch.ones(states[0].shape[1], dtype=torch.bool, device=features.device)
+        is_tile[cu_seqlens[:-1].long() + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)] = False
+        return states[0][:, is_tile]
+
     def _pooled(self, pooled: tuple[list[Tensor], Tensor]) -> SlideEmbeddings:
         states, last = pooled
         return SlideEmbeddings(self.norm(last), self.norm(torch.stack(states, dim=1)))
@@ -254,6 +285,25 @@ class SlideEncoder(nn.Module):
         if empty:
             raise ValueError(f"a slide must have at least one tile, got none in slide {empty[0]}; leave it out")
         return boundaries
+
+
+@contextmanager
+def states_after(encoder: SlideEncoder, layer: int) -> Iterator[list[Tensor]]:
+    """A list to which each call of the encoder appends its rows ``[B, N, E]`` after ``layer``, class tokens included.
+
+    Raises:
+        ValueError: the encoder has no such layer.
+    """
+    layers, states = encoder.encoder.layers, list[Tensor]()
+    if not 0 <= layer <= len(layers):
+        raise ValueError(f"layer must be 0 to {len(layers)}, got {layer}")
+    hook = (
+        layers[layer - 1].register_forward_hook(lambda module, inputs, output: states.append(output))
+        if layer
+        else layers[0].register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+    )
+    with hook:
+        yield states
 
 
 def pack_slides(slides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
