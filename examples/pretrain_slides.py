@@ -5,9 +5,9 @@ python examples/pretrain_slides.py features_uni/ --width 768 --layers 12 --steps
 dilated-attention embed features_uni/ --checkpoint runs/encoder/slide_encoder.safetensors --encoder uni_v2 --output out/
 
 Three of four tiles of a slide are hidden (He et al. 2021, arXiv 2111.06377). The encoder computes the states of the
-others; a shallow decoder, a LongNet too, gets them with a learned vector at the places of the hidden tiles, and predicts
-the features of those. The width of the features comes from the files, so any tile encoder will do. The same command
-resumes. Needs the extras `slides` and `train`.
+others; a shallow decoder, a LongNet too, gets them with a learned vector at the places of the hidden tiles, and
+predicts the features of those. The width of the features comes from the files, so any tile encoder will do. The same
+command resumes. Needs the extras `slides` and `train`.
 """
 
 from __future__ import annotations
