@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint import load_slide_encoder
 from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides, released_segment_lengths
 from .grid import tile_grid
+from .titan import TitanConfig, TitanEncoder, load_titan_encoder
 
 if TYPE_CHECKING:
     from .embedding import Embedder, Outcome
@@ -20,7 +21,10 @@ __all__ = [
     "SlideEmbeddings",
     "SlideEncoder",
     "SlideEncoderConfig",
+    "TitanConfig",
+    "TitanEncoder",
     "load_slide_encoder",
+    "load_titan_encoder",
     "pack_slides",
     "read_slide",
     "released_segment_lengths",
