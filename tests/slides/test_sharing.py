@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import pytest
 
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings, embedding
+from dilated_attention_pytorch.slides import Embedder, EmbedSettings, worker
 from dilated_attention_pytorch.slides.claims import CLAIMS_NAME, Claims, part_of, part_of_launcher
 from dilated_attention_pytorch.slides.memory import TileLimits
 from dilated_attention_pytorch.slides.store import SETTINGS_NAME
@@ -26,7 +26,7 @@ _FORK = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def _memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = TileLimits(tile_bytes=10**6, of_batch=1, of_slide=10**9)
-    monkeypatch.setattr(embedding, "measure_limits", lambda *_, **__: limits)
+    monkeypatch.setattr(worker, "measure_limits", lambda *_, **__: limits)
 
 
 def embed(features: Path, weights: Path, output: Path, results: Any = None, *, seconds: float = 0.0) -> None:
@@ -95,10 +95,10 @@ def test_a_slide_that_another_command_holds_is_waited_for(tmp_path: Path) -> Non
 
 def test_parts_are_balanced_and_cover_all_slides(tmp_path: Path) -> None:
     write_slides(tmp_path, NUMBERS)
-    paths = {path.stem: path for path in tmp_path.iterdir()}
+    paths = {path.stem: (path,) for path in tmp_path.iterdir()}
     parts = [part_of(paths, part, 3) for part in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(paths)
-    sizes = [sum(path.stat().st_size for path in part.values()) for part in parts]
+    sizes = [sum(path.stat().st_size for (path,) in part.values()) for part in parts]
     assert max(sizes) < 1.2 * min(sizes)
     weights = checkpoint(tmp_path.parent)
     settings = EmbedSettings(part="2/3")

@@ -56,6 +56,9 @@ class EmbedSettings:
     Zuidema 2020). It keeps the queries and keys of all layers in memory."""
     tiles: int | None = None
     """Also write the state of every tile after this layer (`states` [tiles, E]), 0 to the number of layers."""
+    patients: Path | None = None
+    """A CSV file with the columns `slide` and `patient`: the slides of a patient, in its order, are embedded as one
+    sequence, and the output folder gets one file per patient."""
     num_heads: int = 16
     """Heads of the encoder, which the weights do not determine: 16 in the released one."""
     prefix: str = ""
@@ -142,4 +145,5 @@ class EmbedSettings:
             **({"maps": True} if self.maps else {}),
             **({"rollout": True} if self.rollout else {}),
             **({"tiles": self.tiles} if self.tiles is not None else {}),
+            **({"patients": True} if self.patients is not None else {}),
         }
