@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
@@ -18,6 +20,9 @@ from .files import Source, UnreadableFileError, find_slides
 from .patients import read_patients
 from .settings import EmbedSettings
 from .worker import Done, Worker
+
+if TYPE_CHECKING:
+    from .ray_engine import RayEngine
 
 _POLL_SECONDS = 1.0
 """Pause before looking again at slides that other commands are embedding."""
@@ -34,7 +39,7 @@ class TileProgress:
     """
 
     def __init__(self, tiles: Mapping[str, int], report: Callable[[TileProgress], None]) -> None:
-        self._tiles, self._report = dict(tiles), report
+        self.tiles_of_input, self._report = dict(tiles), report
         self.total_tiles, self.total_slides = sum(tiles.values()), len(tiles)
         self.slides = 0
         self._tiles_of_slides = 0
@@ -52,8 +57,8 @@ class TileProgress:
 
     def finish(self, slide: str) -> None:
         """A slide or patient is embedded, skipped, or embedded by another command."""
-        self._tiles_of_slides += self._tiles[slide]
-        self._tiles_under_way = max(0.0, self._tiles_under_way - self._tiles[slide])
+        self._tiles_of_slides += self.tiles_of_input[slide]
+        self._tiles_under_way = max(0.0, self._tiles_under_way - self.tiles_of_input[slide])
         self.slides += 1
         self._report(self)
 
@@ -93,6 +98,8 @@ class Embedder:
 
     def __init__(self, slides: Sequence[Path], checkpoint: Path, output: Path, settings: EmbedSettings) -> None:
         require("embedding slides", PACKAGES[settings.format], "slides")
+        if settings.engine == "ray":
+            require("--engine ray", ("pandas", "pyarrow", "ray"), "ray")
         self.settings = settings
         found = find_slides(slides)
         self.inputs: dict[str, tuple[Path, ...]] = (
@@ -104,7 +111,10 @@ class Embedder:
             self.inputs = part_of(self.inputs, *settings.numbers_of_part)
         elif (part := part_of_launcher(os.environ)) is not None:
             self.inputs = part_of(self.inputs, *part) | self.inputs  # its own part first
-        self.worker = Worker(checkpoint, output, settings)
+        self._files = checkpoint, output
+        is_local = settings.engine == "local"
+        # Where Ray computes, the encoder here is checked alone.
+        self.worker = Worker(checkpoint, output, settings if is_local else replace(settings, device="cpu", threads=0))
 
     @property
     def encoder(self) -> SlideEncoder:
@@ -171,13 +181,25 @@ class Embedder:
             counted.finish(result.name)
 
         try:
-            while left:
-                before_round = len(left)
-                self.worker.work([*left.items()], done, say=say, computing=counted.compute)
-                if len(left) == before_round:
-                    time.sleep(_POLL_SECONDS)
+            with self._engine(counted.tiles_of_input) as engine:
+                while left:
+                    before_round = len(left)
+                    engine.work([*left.items()], done, say=say, computing=counted.compute)
+                    if len(left) == before_round:
+                        time.sleep(_POLL_SECONDS)
         finally:
             self.worker.claims.release_all()
         self.worker.claims.remove(names)
         outcome.seconds = time.monotonic() - begun
         return outcome
+
+    @contextmanager
+    def _engine(self, tiles: Mapping[str, int]) -> Iterator[Worker | RayEngine]:
+        """What computes: this process, or a Ray cluster."""
+        if self.settings.engine == "local":
+            yield self.worker
+            return
+        from .ray_engine import RayEngine, cluster
+
+        with cluster(self.settings.ray_address):
+            yield RayEngine(*self._files, self.settings, self.encoder.config, tiles)

@@ -20,7 +20,7 @@ from dilated_attention_pytorch.training.autocast import autocast
 
 from .checkpoint import load_slide_encoder
 from .claims import Claims
-from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides
+from .encoder import Pooling, SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides
 from .files import Source, UnreadableFileError
 from .memory import TileLimits, measure_limits
 from .reading import TileSequence, read_sequence
@@ -77,6 +77,7 @@ class Worker:
         *,
         say: Callable[[str], None] = lambda sentence: None,
         computing: Callable[[float], None] = lambda tiles: None,
+        read: Callable[[str, Sequence[Path]], TileSequence] | None = None,
     ) -> None:
         """Embed what has no embedding yet, and what no other process is embedding.
 
@@ -86,6 +87,7 @@ class Worker:
                 process is embedding.
             say: called with a message on memory.
             computing: called with the tiles of the current batch that are computed.
+            read: called for the tiles of an input; None = :meth:`read`.
         """
 
         def finish(result: Done) -> None:
@@ -105,7 +107,7 @@ class Worker:
                     if self.store.is_of(self.store.before(source), source):
                         finish(Done(name))
                         continue
-                    sequence = self.read(name, paths)
+                    sequence = (read or self.read)(name, paths)
                     self._check_size(sequence.num_tiles, self._limits(say))
                 except UnreadableFileError as error:
                     fail(name, error.path, str(error))
@@ -212,7 +214,7 @@ class Worker:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(autocast(settings.precision, self.device.type))
-            pooled = self._pooled_rows(rows)
+            pooled = pooled_rows(rows, settings.vector.pooling)
             maps = stack.enter_context(attention_maps(pooled)) if settings.maps else []
             calls = stack.enter_context(attention_calls()) if settings.rollout else []
             if settings.tiles is not None:
@@ -236,14 +238,20 @@ class Worker:
             results.append(Result(vectors, of_tiles))
         return results
 
-    def _pooled_rows(self, rows: list[tuple[int, int]]) -> Tensor:
-        """What the embedding is pooled from, as queries of an attention map: class tokens, or the mean of tiles."""
-        if self.settings.vector.pooling == "class":
-            return torch.tensor([first for first, _ in rows])
-        weights = torch.zeros(len(rows), rows[-1][1])
-        for slide, (first, stop) in enumerate(rows):
-            weights[slide, first + 1 : stop] = 1 / (stop - first - 1)
-        return weights
+
+def pooled_rows(rows: Sequence[tuple[int, int]], pooling: Pooling) -> Tensor:
+    """What embeddings are pooled from, as queries of an attention map: class tokens, or the mean of the tiles.
+
+    Args:
+        rows: first row, the class token, and end of each sequence.
+        pooling: of the encoder.
+    """
+    if pooling == "class":
+        return torch.tensor([first for first, _ in rows])
+    weights = torch.zeros(len(rows), rows[-1][1])
+    for sequence, (first, stop) in enumerate(rows):
+        weights[sequence, first + 1 : stop] = 1 / (stop - first - 1)
+    return weights
 
 
 @contextmanager
