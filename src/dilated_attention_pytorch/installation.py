@@ -21,6 +21,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed>=0.19.6",),
     "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0", "ruff>=0.12"),
     "plot": ("matplotlib>=3.8",),
+    "ray": ("numpy", "pandas>=2.2.3", "pyarrow>=18", "ray>=2.51"),
     "report": ("plotly>=6",),
     "slides": ("filelock>=4.3", "h5py>=3.11", "numpy", "pyarrow>=18", "rich>=13", "safetensors>=0.4", "tyro>=1.0"),
     "torchao": ("torchao>=0.18",),
