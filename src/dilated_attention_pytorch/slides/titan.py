@@ -80,8 +80,8 @@ class TitanEncoder(nn.Module):
     ``x = [class token; gelu(W f)]`` for the cells of the slide, L layers ``x += attn(norm1(x))``,
     ``x += mlp(norm2(x))``, a norm, and attention pooling by learned queries. Attention is dense; the score of cells p
     and t has the bias ``-m_h |p - t|`` with the Euclidean distance in tiles and the slope ``m_h`` of the head (ALiBi),
-    and none where one of them is the class token. The biases of a few rows are computed at a time, so that memory is linear in the tiles;
-    TITAN's own code stores all N x N of them for every head, in float64 on the way.
+    and none where one of them is the class token. The biases of a few rows are computed at a time, so that memory is
+    linear in the tiles; TITAN's own code stores all N x N of them for every head, in float64 on the way.
 
     As in that code, tiles are counted from the least coordinates of the slide, the features of tiles that lie in one
     cell are summed, and cells whose features are all 0 are left out.
