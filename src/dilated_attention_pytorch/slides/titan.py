@@ -242,8 +242,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, start: int
     dtype = torch.promote_types(query.dtype, torch.float32)
     distances = query.new_zeros(len(rows), key.shape[2], dtype=dtype)
     # The class token has no cell; its row and column stay 0.
-    offsets = cells[rows.clamp(min=1) - 1, None] - cells
-    distances[:, 1:] = offsets.square().sum(dim=-1).double().sqrt()
+    places = cells.double()
+    distances[:, 1:] = torch.cdist(places[rows.clamp(min=1) - 1], places, compute_mode="donot_use_mm_for_euclid_dist")
     distances[rows == 0] = 0
     slope = torch.tensor(slopes(query.shape[1]), dtype=dtype, device=query.device)
     bias = -slope[:, None, None] * distances
