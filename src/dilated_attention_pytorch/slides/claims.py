@@ -75,6 +75,12 @@ def part_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return (part + 1, parts) if 0 <= part < parts and parts > 1 else None
 
 
+def local_process(environment: Mapping[str, str]) -> int:
+    """The number of the process on its machine, by the variables of torchrun and srun; 0 alone."""
+    values = (environment.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+    return next((int(value) for value in values if value.isdecimal()), 0)
+
+
 def part_of(inputs: Mapping[str, tuple[Path, ...]], part: int, parts: int) -> dict[str, tuple[Path, ...]]:
     """Part ``part`` (from 1) of the inputs: the most bytes first, each to the part with the fewest bytes so far."""
     sizes = [0] * parts
