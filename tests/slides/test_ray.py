@@ -110,6 +110,7 @@ def test_a_killed_worker_is_replaced_and_the_files_are_those_of_one_command(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own code
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     weights = checkpoint(tmp_path)
     write_slides(tmp_path / "features", [9])

@@ -35,6 +35,13 @@ class Claims:
         self._held[slide] = lock
         return True
 
+    def is_free(self, slide: str) -> bool:
+        """Whether no other command has a slide now."""
+        is_free = self.take(slide)
+        if is_free:
+            self.release(slide)
+        return is_free
+
     def release(self, slide: str) -> None:
         """Give a slide back, finished or not."""
         self._held.pop(slide).release()

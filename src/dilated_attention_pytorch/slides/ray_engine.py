@@ -17,6 +17,7 @@ from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy, from_item
 
 from dilated_attention_pytorch.errors import RunError, first_line
 
+from .claims import Claims
 from .encoder import SlideEncoderConfig
 from .files import UnreadableFileError
 from .reading import TileSequence, read_sequence
@@ -86,7 +87,7 @@ class RayEngine:
         settings = dataclasses.replace(settings, device=device, threads=threads)  # type: ignore[arg-type]
         self._arguments = (checkpoint.absolute(), output.absolute(), settings)
         self._read = partial(_read, config=config, settings=settings)
-        self._tiles = tiles
+        self._tiles, self._claims = tiles, Claims(output)
         self._of_batch = settings.batch_tiles or (BATCH_TILES if gpus else 1)
 
     def work(
@@ -107,16 +108,19 @@ class RayEngine:
         """
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         DataContext.get_current().enable_progress_bars = False
-        batches = [*self._batches(inputs)]
-        say(f"{self.num_workers:,} workers of the Ray cluster embed {len(batches):,} batches")
+        batches = [*self._batches([(name, paths) for name, paths in inputs if self._claims.is_free(name)])]
+        if not batches:
+            return
+        workers = min(self.num_workers, len(batches))
+        say(f"{workers:,} workers of the Ray cluster embed {len(batches):,} batches")
         rows = (
             from_items(batches, override_num_blocks=len(batches))
-            .flat_map(self._read, num_cpus=0, compute=TaskPoolStrategy(size=self.num_workers))
+            .flat_map(self._read, num_cpus=0, compute=TaskPoolStrategy(size=workers))
             .map_batches(
                 _RayWorker,
                 batch_size=None,
                 fn_constructor_args=self._arguments,
-                compute=ActorPoolStrategy(size=self.num_workers, max_tasks_in_flight_per_actor=_AHEAD),
+                compute=ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=_AHEAD),
                 num_cpus=self._cpus,
                 num_gpus=self._gpus,
             )
