@@ -14,7 +14,7 @@ import h5py
 import pytest
 
 from dilated_attention_pytorch.slides import Embedder, EmbedSettings, worker
-from dilated_attention_pytorch.slides.claims import CLAIMS_NAME, Claims, part_of, part_of_launcher
+from dilated_attention_pytorch.slides.claims import CLAIMS_NAME, Claims, local_process, part_of, part_of_launcher
 from dilated_attention_pytorch.slides.memory import TileLimits
 from dilated_attention_pytorch.slides.store import SETTINGS_NAME
 from slides.made_slides import checkpoint, tiles_of, write_hdf5, write_slides
@@ -138,6 +138,13 @@ def test_parts_are_balanced_and_cover_all_slides(tmp_path: Path) -> None:
 )
 def test_launchers_name_the_part_to_begin_with(variables: dict[str, str], part: tuple[int, int] | None) -> None:
     assert part_of_launcher(variables) == part
+
+
+def test_each_process_of_a_machine_has_its_number() -> None:
+    assert local_process({}) == 0
+    assert local_process({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}) == 3
+    assert local_process({"SLURM_LOCALID": "2"}) == 2
+    assert local_process({"SLURM_LOCALID": "x"}) == 0
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "3", "a/b", "1/0"])

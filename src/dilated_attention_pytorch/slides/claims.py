@@ -35,6 +35,13 @@ class Claims:
         self._held[slide] = lock
         return True
 
+    def is_free(self, slide: str) -> bool:
+        """Whether no other command has a slide now."""
+        is_free = self.take(slide)
+        if is_free:
+            self.release(slide)
+        return is_free
+
     def release(self, slide: str) -> None:
         """Give a slide back, finished or not."""
         self._held.pop(slide).release()
@@ -73,6 +80,12 @@ def part_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
         task, first, tasks = array
         part, parts = part + (task - first) // max(1, step[0]) * parts, parts * tasks
     return (part + 1, parts) if 0 <= part < parts and parts > 1 else None
+
+
+def local_process(environment: Mapping[str, str]) -> int:
+    """The number of the process on its machine, by the variables of torchrun and srun; 0 alone."""
+    values = (environment.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+    return next((int(value) for value in values if value.isdecimal()), 0)
 
 
 def part_of(inputs: Mapping[str, tuple[Path, ...]], part: int, parts: int) -> dict[str, tuple[Path, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,12 +18,14 @@ from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy, from_item
 
 from dilated_attention_pytorch.errors import RunError, first_line
 
+from .claims import Claims
 from .encoder import SlideEncoderConfig
 from .files import UnreadableFileError
 from .reading import TileSequence, read_sequence
 from .settings import EmbedSettings
 from .worker import BATCH_TILES, Done, Inputs, Worker
 
+_CONNECT_SECONDS = 10.0
 _AHEAD = 2
 """Batches that are at each worker: one is computed, and the next waits."""
 
@@ -35,21 +38,32 @@ def cluster(address: str | None) -> Iterator[None]:
         RunError: no cluster answers at the address.
     """
     try:
+        if address is not None:
+            _check_listener(address)
         ray.init(
             address or "local",
             include_dashboard=None if address else False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise RunError(
             f"--ray-address {address}: no Ray cluster can be used there ({first_line(error)}); start one by `ray start "
-            "--head`, or leave the flag out for one on this machine"
+            "--head`, set RAY_AUTH_MODE=token if it has a token, or leave the flag out for one on this machine"
         ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_listener(address: str) -> None:
+    """Raise ``OSError`` if ``address`` is HOST:PORT and no program listens there; Ray itself tries for five minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        # Ray listens under the address by which other machines know this one.
+        host = ray.util.get_node_ip_address() if host in ("localhost", "127.0.0.1") else host.strip("[]")
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 class RayEngine:
@@ -86,7 +100,7 @@ class RayEngine:
         settings = dataclasses.replace(settings, device=device, threads=threads)  # type: ignore[arg-type]
         self._arguments = (checkpoint.absolute(), output.absolute(), settings)
         self._read = partial(_read, config=config, settings=settings)
-        self._tiles = tiles
+        self._tiles, self._claims = tiles, Claims(output)
         self._of_batch = settings.batch_tiles or (BATCH_TILES if gpus else 1)
 
     def work(
@@ -107,16 +121,19 @@ class RayEngine:
         """
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         DataContext.get_current().enable_progress_bars = False
-        batches = [*self._batches(inputs)]
-        say(f"{self.num_workers:,} workers of the Ray cluster embed {len(batches):,} batches")
+        batches = [*self._batches([(name, paths) for name, paths in inputs if self._claims.is_free(name)])]
+        if not batches:
+            return
+        workers = min(self.num_workers, len(batches))
+        say(f"{workers:,} workers of the Ray cluster embed {len(batches):,} batches")
         rows = (
             from_items(batches, override_num_blocks=len(batches))
-            .flat_map(self._read, num_cpus=0, compute=TaskPoolStrategy(size=self.num_workers))
+            .flat_map(self._read, num_cpus=0, compute=TaskPoolStrategy(size=workers))
             .map_batches(
                 _RayWorker,
                 batch_size=None,
                 fn_constructor_args=self._arguments,
-                compute=ActorPoolStrategy(size=self.num_workers, max_tasks_in_flight_per_actor=_AHEAD),
+                compute=ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=_AHEAD),
                 num_cpus=self._cpus,
                 num_gpus=self._gpus,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -19,7 +20,7 @@ from dilated_attention_pytorch.ops import attention_calls, attention_maps, atten
 from dilated_attention_pytorch.training.autocast import autocast
 
 from .checkpoint import load_slide_encoder
-from .claims import Claims
+from .claims import Claims, local_process
 from .encoder import Pooling, SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides
 from .files import Source, UnreadableFileError
 from .memory import TileLimits, measure_limits
@@ -57,6 +58,8 @@ class Worker:
     def __init__(self, checkpoint: Path, output: Path, settings: EmbedSettings) -> None:
         self.settings = settings
         self.device = torch.device(choose_device(settings.device))
+        if self.device.type == "cuda":  # a GPU for each process of a launcher
+            torch.cuda.set_device(local_process(os.environ) % torch.cuda.device_count())
         set_threads(settings.threads)
         self.limits: TileLimits | None = None
         self._is_measured = False
