@@ -1,0 +1,405 @@
+"""Fine-tuning over folds and seeds: each run goes on where a command before it was stopped."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.machine import choose_device, set_threads
+from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, replacing, write_text
+from dilated_attention_pytorch.slides.checkpoint import load_slide_encoder
+from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderConfig
+from dilated_attention_pytorch.slides.files import find_slides, status_of
+from dilated_attention_pytorch.training.autocast import autocast
+
+from .cases import CaseEmbeddings, CaseFiles, are_embeddings, without, without_missing
+from .labels import read_labels
+from .metrics import BEST
+from .model import SlideModel, add_adapters, merge_adapters
+from .results import RUN_NAME, summarise, write_run, write_weights
+from .settings import FinetuneSettings
+from .splits import Split, make_splits
+from .trainer import FinetuneTrainer, Inputs, best_epoch, remove_checkpoints
+
+SETTINGS_NAME, VECTORS_NAME, ADAPTER_NAME = "finetune.json", "vectors.safetensors", "adapter"
+PACKAGES = ("accelerate", "filelock", "h5py", "safetensors", "transformers")
+_SAVE_SECONDS = 5.0
+"""Between two writes of the vectors of a frozen encoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneProgress:
+    """How far the current part of the work is."""
+
+    what: str
+    """What is done, such as an epoch of a run."""
+    tiles: int
+    total_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneOutcome:
+    """Result of a command."""
+
+    runs: int
+    """Runs that this command trained."""
+    finished: int
+    """Runs of the folder that are finished."""
+    total: int
+    """Runs of the folder."""
+    metrics: dict[str, Any] | None
+    """The contents of metrics.json; None while runs are missing."""
+
+
+class Finetuner:
+    """Labelled slides, an encoder and an output folder for its fine-tuning.
+
+    All inputs but the tiles are checked on construction; nothing is written before :meth:`run`.
+
+    Args:
+        slides: files of tile features or folders of them, or with ``freeze`` those that `embed` wrote.
+        labels: CSV or TSV file; see :func:`.labels.read_labels`.
+        checkpoint: weights of the encoder; None for files that `embed` wrote.
+        output: a new folder, or that of an earlier run with the same settings.
+        settings: all other options.
+
+    Raises:
+        RunError: an input is missing or invalid, or the folder is another run's. The message says what to do.
+    """
+
+    def __init__(
+        self, slides: Sequence[Path], labels: Path, checkpoint: Path | None, output: Path, settings: FinetuneSettings
+    ) -> None:
+        self.settings, self.output = settings, output
+        self.device = torch.device(choose_device(settings.device))
+        set_threads(settings.threads)
+        with _as_run_error(""):
+            read = read_labels(
+                labels,
+                task=settings.task,
+                label_columns=settings.label_column,
+                patient_column=settings.patient_column,
+                slide_column=settings.slide_column,
+                time_column=settings.time_column,
+                event_column=settings.event_column,
+                split_column=settings.split_column,
+                by_patient=settings.by_patient,
+            )
+        paths = find_slides(slides)
+        self.labels, self.left_out = without_missing(read, paths, may_skip=settings.skip_missing)
+        self.paths = {name: paths[name] for case in self.labels.cases for name in case.slides}
+        self.has_embeddings = are_embeddings(self.paths)
+        self.checkpoint = checkpoint
+        self.encoder = self._load_encoder()
+        self.made_with = {
+            **settings.of_result(),
+            "labels": _digest(labels.read_bytes()),
+            "checkpoint": None if checkpoint is None else _digest(checkpoint.read_bytes()),
+            "slides": _digest(json.dumps({n: status_of(p).st_size for n, p in self.paths.items()}).encode()),
+        }
+        self._before = self._check_folder()
+        self._leave_out((self._before or {}).get("left_out", []))
+
+    def _load_encoder(self) -> SlideEncoder | None:
+        settings = self.settings
+        if self.has_embeddings:
+            if not settings.freeze or settings.maps:
+                flag, remedy = (
+                    ("--maps", "leave it out") if settings.freeze else ("training the encoder", "pass --freeze")
+                )
+                raise RunError(
+                    f"{flag} needs the tiles of the slides, and the files given are embeddings: {remedy}, or pass the "
+                    "folder of tile features"
+                )
+            if self.checkpoint is not None:
+                raise RunError("--checkpoint is for tile features, and the files given are embeddings: leave it out")
+            return None
+        if self.checkpoint is None:
+            raise RunError(
+                "--checkpoint must name the weights of the slide encoder, slide_encoder.pth of prov-gigapath"
+            )
+        config = SlideEncoderConfig(
+            num_heads=settings.num_heads,
+            embed_dim=4 * settings.num_heads,
+            pooling=settings.pooling,
+            dropout=settings.dropout,
+            drop_path=settings.drop_path,
+        )
+        with _as_run_error("--checkpoint "):
+            encoder = load_slide_encoder(self.checkpoint, config=config, prefix=settings.prefix)
+        last = encoder.config.num_layers
+        if max(settings.layers) > last:
+            raise RunError(f"--layers must be 0 to {last}, the layers of {self.checkpoint}, got {max(settings.layers)}")
+        return encoder.to(self.device)
+
+    def _check_folder(self) -> dict[str, Any] | None:
+        """What the folder says of an earlier command.
+
+        Raises:
+            RunError: it is not free, or belongs to other settings.
+        """
+        file = self.output / SETTINGS_NAME
+        if not file.is_file():
+            check_free_folder(self.output, going_on=", or the one of an earlier `finetune` command")
+            return None
+        check_makeable(self.output)
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+            made_with = dict(before["made_with"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{file} is damaged ({error}); pass another --output, or remove the folder") from error
+        differ = [name for name in {**self.made_with, **made_with} if made_with.get(name) != self.made_with.get(name)]
+        if differ:
+            was = ", ".join(f"{n} {str(made_with.get(n))[:16]}, now {str(self.made_with.get(n))[:16]}" for n in differ)
+            raise RunError(
+                f"--output {self.output} holds runs of other settings or files ({was}); pass another --output, or the "
+                "same again"
+            )
+        return dict(before)
+
+    def _leave_out(self, names: list[str]) -> None:
+        self.labels, left_out = without(self.labels, names)
+        self.left_out = [*self.left_out, *left_out]
+        settings = self.settings
+        with _as_run_error(""):
+            self.splits = make_splits(
+                self.labels,
+                folds=settings.folds,
+                validation=settings.validation,
+                test=settings.test,
+                seed=settings.split_seed,
+            )
+
+    def run(
+        self,
+        *,
+        say: Callable[[str], None] = lambda sentence: None,
+        progress: Callable[[FinetuneProgress], None] = lambda state: None,
+    ) -> FinetuneOutcome:
+        """Train every run that is not finished.
+
+        Commands that run at the same time over one folder share its runs.
+
+        Args:
+            say: called with messages.
+            progress: called whenever the tiles of a case are computed.
+
+        Raises:
+            RunError: a slide cannot be read, the memory does not suffice, or the loss is not finite.
+        """
+        make_output(self.output)
+        files = None if self.encoder is None else CaseFiles(self.paths, self.encoder, self.settings.of_reading())
+        if self._before is None:
+            self._check_files(files, say, progress)
+            record = {"made_with": self.made_with, "left_out": self.left_out, "classes": self.labels.classes}
+            write_text(self.output / SETTINGS_NAME, json.dumps(record, indent=1) + "\n")
+        inputs = Inputs(
+            labels=self.labels,
+            files=files,
+            vectors=self._vectors(files, progress) if self.settings.freeze else None,
+            device=self.device,
+            precision=self.settings.precision,
+        )
+        trained, folders = 0, []
+        for (fold, split), seed in product(enumerate(self.splits, start=1), self.settings.seeds):
+            folder = self.output / f"fold{fold}-seed{seed}"
+            folders.append(folder)
+            with _held(folder) as is_held:
+                if is_held and not (folder / RUN_NAME).is_file():
+                    say(
+                        f"fold {fold}, seed {seed}: {len(split.train):,} cases to train on, {len(split.validation):,} "
+                        f"to choose the epoch by, {len(split.test):,} to test"
+                    )
+                    self._train(inputs, fold, split, seed, folder, say, progress)
+                    trained += 1
+                if is_held:
+                    remove_checkpoints(folder)
+        finished = sum((folder / RUN_NAME).is_file() for folder in folders)
+        found = self._summarise(folders) if finished == len(folders) else None
+        return FinetuneOutcome(trained, finished, len(folders), found)
+
+    def _check_files(
+        self, files: CaseFiles | None, say: Callable[[str], None], progress: Callable[[FinetuneProgress], None]
+    ) -> None:
+        """Read every slide once: a broken one is reported before hours of training.
+
+        Raises:
+            RunError: slides cannot be read, and are not to be skipped.
+        """
+        embeddings, problems, done = CaseEmbeddings(self.paths), {}, 0
+        total = 0 if files is None else sum(map(files.num_tiles, self.labels.cases))
+        for case in self.labels.cases:
+            try:
+                if files is None:
+                    embeddings.read(case)
+                else:
+                    done += len(files.read(case).features)
+                    progress(FinetuneProgress("reading", done, total))
+            except RunError as error:
+                problems[case.name] = str(error)
+        if problems and not self.settings.skip_missing:
+            raise RunError(
+                f"{len(problems):,} of {len(self.labels.cases):,} cases cannot be read, the first: "
+                f"{next(iter(problems.values()))}. Mend them, or pass --skip-missing to leave those cases out"
+            )
+        for problem in problems.values():
+            say(f"left out: {problem}")
+        self._leave_out(list(problems))
+
+    def _vectors(self, files: CaseFiles | None, progress: Callable[[FinetuneProgress], None]) -> Tensor:
+        """What the classifier reads of all cases ``[cases, width]``, computed once and kept in the folder."""
+        if files is None:
+            return self._embedded_vectors().to(self.device)
+        model, path, cases = self._new_model(0), self.output / VECTORS_NAME, self.labels.cases
+        model.eval()
+        with FileLock(self.output / f"{VECTORS_NAME}.lock"):
+            found = load_file(path)["vectors"] if path.is_file() else torch.empty(0)
+            computed, last = [*found], time.monotonic()
+            total = sum(map(files.num_tiles, cases))
+            done = sum(map(files.num_tiles, cases[: len(computed)]))
+            for case in cases[len(computed) :]:
+                tiles = files.read(case)
+                with torch.inference_mode(), autocast(self.settings.precision, self.device.type):
+                    vector = model.vectors(tiles.features.to(self.device), tiles.grid.to(self.device))
+                computed.append(vector[0].float().cpu())
+                if not bool(computed[-1].isfinite().all()):
+                    raise RunError(
+                        f"the vector of case {case.name} is not finite in {self.settings.precision}; use --precision "
+                        "float32 and another --output"
+                    )
+                done += len(tiles.features)
+                progress(FinetuneProgress("embedding", done, total))
+                if time.monotonic() - last > _SAVE_SECONDS or len(computed) == len(cases):
+                    last = time.monotonic()
+                    with replacing(path) as staged:
+                        save_file({"vectors": torch.stack(computed)}, staged)
+        return torch.stack(computed).to(self.device)
+
+    def _embedded_vectors(self) -> Tensor:
+        reader, layers = CaseEmbeddings(self.paths), list(self.settings.layers)
+        found = [reader.read(case) for case in self.labels.cases]
+        for case, vectors in zip(self.labels.cases, found, strict=True):
+            if vectors.shape != found[0].shape or len(vectors) <= max(layers):
+                raise RunError(
+                    f"case {case.name} has vectors {list(vectors.shape)}, expected {list(found[0].shape)} with layers "
+                    f"up to {max(layers)} (--layers): embed all slides with one checkpoint, or pass other --layers"
+                )
+        return torch.stack([vectors[layers].flatten() for vectors in found])
+
+    def _new_model(self, seed: int) -> SlideModel:
+        """The encoder as it was loaded, and a classifier drawn by ``seed``."""
+        settings = self.settings
+        assert self.encoder is not None
+        torch.manual_seed(seed)
+        model = SlideModel(
+            copy.deepcopy(self.encoder), self.encoder.config.embed_dim, settings.layers, self.labels.num_outputs
+        )
+        return model.to(self.device)
+
+    def _train(
+        self,
+        inputs: Inputs,
+        fold: int,
+        split: Split,
+        seed: int,
+        folder: Path,
+        say: Callable[[str], None],
+        progress: Callable[[FinetuneProgress], None],
+    ) -> None:
+        """Train one run to its end, and write its results; run.json comes last."""
+        settings, labels = self.settings, self.labels
+        if inputs.vectors is None:
+            model = self._new_model(seed)
+            assert model.slide_encoder is not None
+            model.slide_encoder.gradient_checkpointing_enable()
+            if settings.lora is not None:
+                add_adapters(model, settings.lora)
+        else:
+            torch.manual_seed(seed)
+            width = inputs.vectors.shape[1] // len(settings.layers)
+            model = SlideModel(None, width, settings.layers, labels.num_outputs).to(self.device)
+        sizes = [0] * len(labels.cases) if inputs.files is None else [inputs.files.num_tiles(c) for c in labels.cases]
+        counted = _Counted(f"fold {fold}, seed {seed}", sum(sizes[case] for case in split.train), progress)
+        trainer = FinetuneTrainer(
+            model=model,
+            inputs=inputs,
+            split=split,
+            settings=settings,
+            seed=seed,
+            folder=folder,
+            report=counted.add,
+        )
+        epochs = trainer.run()
+        parts = {
+            part: (cases, trainer.predict_scores(cases))
+            for part, cases in (("validation", split.validation), ("test", split.test))
+            if cases
+        }
+        if settings.lora is not None:
+            merge_adapters(model, folder / ADAPTER_NAME)
+        write_weights(model, folder, trainer.standard)
+        best = best_epoch(epochs, BEST[labels.task])
+        about = {"fold": fold, "seed": seed, "best_epoch": best, "epochs": epochs}
+        write_run(folder, labels, about=about, parts=parts)
+        say(f"fold {fold}, seed {seed}: the best epoch is {best} of {len(epochs)}; written: {folder}")
+
+    def _summarise(self, folders: Sequence[Path]) -> dict[str, Any]:
+        settings = {**self.settings.of_result(), "checkpoint": str(self.checkpoint), "left_out": len(self.left_out)}
+        return summarise(self.output, folders, self.labels, settings)
+
+
+class _Counted:
+    """Tiles that an epoch of a run has computed."""
+
+    def __init__(self, run: str, total: int, report: Callable[[FinetuneProgress], None]) -> None:
+        self._run, self._total, self._report = run, total, report
+        self._epoch = self._tiles = 0
+
+    def add(self, epoch: int, tiles: int) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._tiles = epoch, 0
+        # Of several cases in one step, the backward pass computes each again.
+        self._tiles = min(self._total, self._tiles + tiles)
+        self._report(FinetuneProgress(f"{self._run}, epoch {epoch}", self._tiles, self._total))
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Hold the folder of a run; False where another command holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _as_run_error(begin: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise RunError(f"{begin}{error}") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
