@@ -1,0 +1,1 @@
+"""Fine-tuning of the slide encoder on labels of slides or patients."""
