@@ -61,6 +61,10 @@ class CaseFiles:
         )
         return Tiles(features, grid, slides)
 
+    def pooled_rows(self, tiles: int) -> Tensor:
+        """What the vector of a case of so many tiles is pooled from, for :func:`attention_rollout`."""
+        return self._reader._pooled_rows([(0, tiles + 1)])
+
     def num_tiles(self, case: Case) -> int:
         """Tiles of a case, from the heads of its files; 0 for a file that cannot be read."""
         return sum(num_tiles(self.paths[name]) for name in case.slides)
