@@ -52,7 +52,13 @@ class Heatmap:
         require("drawing a heat map", ("h5py", "matplotlib"), "slides,plot")
         from matplotlib.backend_bases import FigureCanvasBase
 
-        from dilated_attention_pytorch.slides.heatmap import draw, of_attention, of_contribution, of_rollout, read_scores
+        from dilated_attention_pytorch.slides.heatmap import (
+            draw,
+            of_attention,
+            of_contribution,
+            of_rollout,
+            read_scores,
+        )
 
         if self.rollout + (self.contribution is not None) + (self.layer is not None or self.head is not None) > 1:
             raise RunError(

@@ -97,7 +97,7 @@ def add_adapters(model: SlideModel, rank: int) -> None:
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LORA_MODULES))
     assert model.slide_encoder is not None
-    model.slide_encoder = get_peft_model(model.slide_encoder, config)  # type: ignore[arg-type,assignment]
+    model.slide_encoder = get_peft_model(model.slide_encoder, config)  # type: ignore[assignment]
 
 
 def merge_adapters(model: SlideModel, folder: Path) -> None:

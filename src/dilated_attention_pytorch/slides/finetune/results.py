@@ -23,7 +23,7 @@ from .model import SlideModel
 from .page import Record, RunRecord, write_page
 
 RUN_NAME, WEIGHTS_NAME, PREDICTIONS_NAME = "run.json", "model.safetensors", "predictions.csv"
-METRICS_NAME = "metrics.json"
+METRICS_NAME, MAPS_NAME = "metrics.json", "maps"
 
 
 def write_weights(model: SlideModel, folder: Path, standard: tuple[Tensor, Tensor] | None) -> None:
@@ -36,13 +36,12 @@ def write_weights(model: SlideModel, folder: Path, standard: tuple[Tensor, Tenso
             are in the units of the targets.
     """
     if standard is not None:
-        mean, deviation = (values.to(model.classifier[0].weight.device) for values in standard)
         linear = model.classifier[0]
         assert isinstance(linear, nn.Linear)
+        mean, deviation = (values.to(linear.weight.device) for values in standard)
         with torch.no_grad():
-            linear.weight *= deviation[:, None]
-            linear.bias *= deviation
-            linear.bias += mean
+            linear.weight.mul_(deviation[:, None])
+            linear.bias.mul_(deviation).add_(mean)
     with replacing(folder / WEIGHTS_NAME) as staged:
         save_file(model.state_dict(), staged)
 
@@ -149,7 +148,7 @@ def summarise(output: Path, folders: Sequence[Path], labels: Labels, settings: M
 
 def _map_of(output: Path, folder: Path, labels: Labels, case: int) -> str:
     """The path of a case's first map relative to the output folder, "" if there is none."""
-    path = folder / "maps" / f"{labels.cases[case].slides[0]}.h5"
+    path = folder / MAPS_NAME / f"{labels.cases[case].slides[0]}.h5"
     return path.relative_to(output).as_posix() if path.is_file() else ""
 
 

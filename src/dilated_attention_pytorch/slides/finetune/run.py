@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import time
@@ -20,17 +21,20 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, set_threads
+from dilated_attention_pytorch.memory import free_memory, in_bytes, return_freed_blocks
 from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, replacing, write_text
 from dilated_attention_pytorch.slides.checkpoint import load_slide_encoder
 from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderConfig
 from dilated_attention_pytorch.slides.files import find_slides, status_of
+from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
 from dilated_attention_pytorch.training.autocast import autocast
 
 from .cases import CaseEmbeddings, CaseFiles, are_embeddings, without, without_missing
 from .labels import read_labels
+from .maps import write_maps
 from .metrics import BEST
 from .model import SlideModel, add_adapters, merge_adapters
-from .results import RUN_NAME, summarise, write_run, write_weights
+from .results import MAPS_NAME, RUN_NAME, WEIGHTS_NAME, summarise, write_run, write_weights
 from .settings import FinetuneSettings
 from .splits import Split, make_splits
 from .trainer import FinetuneTrainer, Inputs, best_epoch, remove_checkpoints
@@ -205,6 +209,9 @@ class Finetuner:
         files = None if self.encoder is None else CaseFiles(self.paths, self.encoder, self.settings.of_reading())
         if self._before is None:
             self._check_files(files, say, progress)
+        if files is not None and any(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs()):
+            self._check_memory(files, say)
+        if self._before is None:
             record = {"made_with": self.made_with, "left_out": self.left_out, "classes": self.labels.classes}
             write_text(self.output / SETTINGS_NAME, json.dumps(record, indent=1) + "\n")
         inputs = Inputs(
@@ -214,10 +221,9 @@ class Finetuner:
             device=self.device,
             precision=self.settings.precision,
         )
-        trained, folders = 0, []
-        for (fold, split), seed in product(enumerate(self.splits, start=1), self.settings.seeds):
-            folder = self.output / f"fold{fold}-seed{seed}"
-            folders.append(folder)
+        trained, runs = 0, self._runs()
+        for fold, seed, folder in runs:
+            split = self.splits[fold - 1]
             with _held(folder) as is_held:
                 if is_held and not (folder / RUN_NAME).is_file():
                     say(
@@ -228,9 +234,16 @@ class Finetuner:
                     trained += 1
                 if is_held:
                     remove_checkpoints(folder)
-        finished = sum((folder / RUN_NAME).is_file() for folder in folders)
-        found = self._summarise(folders) if finished == len(folders) else None
-        return FinetuneOutcome(trained, finished, len(folders), found)
+                    if self.settings.maps:
+                        self._write_maps(dataclasses.replace(inputs, vectors=None), split, folder, progress)
+        finished = [folder for _, _, folder in runs if (folder / RUN_NAME).is_file()]
+        found = self._summarise(finished) if len(finished) == len(runs) else None
+        return FinetuneOutcome(trained, len(finished), len(runs), found)
+
+    def _runs(self) -> list[tuple[int, int, Path]]:
+        """Fold (from 1), seed and folder of every run."""
+        folds = range(1, len(self.splits) + 1)
+        return [(k, seed, self.output / f"fold{k}-seed{seed}") for k, seed in product(folds, self.settings.seeds)]
 
     def _check_files(
         self, files: CaseFiles | None, say: Callable[[str], None], progress: Callable[[FinetuneProgress], None]
@@ -356,6 +369,51 @@ class Finetuner:
         about = {"fold": fold, "seed": seed, "best_epoch": best, "epochs": epochs}
         write_run(folder, labels, about=about, parts=parts)
         say(f"fold {fold}, seed {seed}: the best epoch is {best} of {len(epochs)}; written: {folder}")
+
+    def _write_maps(
+        self, inputs: Inputs, split: Split, folder: Path, progress: Callable[[FinetuneProgress], None]
+    ) -> None:
+        """Maps of the test cases of a finished run."""
+        assert inputs.files is not None
+        model = self._new_model(0)
+        # A frozen encoder is that of the checkpoint; the run has the classifier alone.
+        model.load_state_dict(load_file(folder / WEIGHTS_NAME), strict=not self.settings.freeze)
+        assert model.slide_encoder is not None
+        model.slide_encoder.gradient_checkpointing_enable()
+        total = sum(inputs.files.num_tiles(self.labels.cases[case]) for case in split.test)
+        counted = _Counted(f"maps of {folder.name}", total, progress)
+        write_maps(model, inputs, split.test, folder / MAPS_NAME, lambda tiles: counted.add(1, tiles))
+
+    def _check_memory(self, files: CaseFiles, say: Callable[[str], None]) -> None:
+        """Raise :class:`RunError` if the largest case does not fit into memory."""
+        assert self.encoder is not None
+        settings, fixed = self.settings, 0
+        if settings.freeze:
+            limits = measure_limits(self.encoder, self.device, settings.precision, 1, None)
+            tile_bytes = None if limits is None else limits.tile_bytes
+        else:
+            return_freed_blocks()
+            step = measure_training_bytes(self.encoder, self.device, settings.precision)
+            tile_bytes = None if step is None else step.tile_bytes
+            if step is not None:
+                # Every run has its own weights; adapters are small.
+                fixed = sum(weight.nbytes for weight in self.encoder.parameters())
+                fixed += step.fixed_bytes if settings.lora is None else 0
+        if tile_bytes is None:
+            say("memory cannot be measured on this system")
+            return
+        most = max(0, free_memory(self.device) - fixed) // tile_bytes
+        tiles, name = max((files.num_tiles(case), case.name) for case in self.labels.cases)
+        say(
+            f"a tile takes {tile_bytes / 1e3:,.0f} kB on this device (measured): cases of up to {most:,} tiles fit, "
+            f"and the largest one, {name}, has {tiles:,}"
+        )
+        if tiles > most:
+            raise RunError(
+                f"case {name} has {tiles:,} tiles, which take about {in_bytes(fixed + tiles * tile_bytes)}, and "
+                f"{in_bytes(free_memory(self.device))} are free; use a device with more, --precision bfloat16 or "
+                "--freeze, or leave the case out of the labels"
+            )
 
     def _summarise(self, folders: Sequence[Path]) -> dict[str, Any]:
         settings = {**self.settings.of_result(), "checkpoint": str(self.checkpoint), "left_out": len(self.left_out)}

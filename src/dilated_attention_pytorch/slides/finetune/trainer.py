@@ -108,8 +108,8 @@ class FinetuneTrainer(Trainer):
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=list(split.train),  # type: ignore[arg-type]
-            eval_dataset=list(split.validation),  # type: ignore[arg-type]
+            train_dataset=list(split.train),
+            eval_dataset=list(split.validation),
             data_collator=lambda cases: {"cases": torch.tensor(cases)},
         )
         self.remove_callback(PrinterCallback)
@@ -180,7 +180,7 @@ class FinetuneTrainer(Trainer):
 
     def predict_scores(self, cases: Sequence[int]) -> Tensor:
         """Scores ``[n, K]`` on the CPU, in the units of the targets."""
-        assert self.model is not None
+        assert isinstance(self.model, SlideModel)
         self.model.eval()
         with torch.no_grad():
             scores = self.inputs.scores(self.model, cases).cpu()
