@@ -430,8 +430,7 @@ class _Counted:
     def add(self, epoch: int, tiles: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._tiles = epoch, 0
-        # Of several cases in one step, the backward pass computes each again.
-        self._tiles = min(self._total, self._tiles + tiles)
+        self._tiles += tiles
         self._report(FinetuneProgress(f"{self._run}, epoch {epoch}", self._tiles, self._total))
 
 

@@ -241,7 +241,7 @@ def epochs_of(history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
         values = epochs.setdefault(number, {"epoch": number})
         values |= {name: entry[name] for name in ("loss", "learning_rate") if name in entry}
         values |= {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
-    return [epochs[number] for number in sorted(epochs)]
+    return [dict(sorted(epochs[number].items())) for number in sorted(epochs)]  # JSON of transformers sorts too
 
 
 def best_epoch(epochs: Sequence[dict[str, float]], metric: str) -> int:
