@@ -55,14 +55,15 @@ def make_cohort(folder: Path) -> Cohort:
     """Slides whose first feature tells the class; two slides for each of six patients."""
     with (_made(folder) / "labels.csv").open("w", newline="") as stream:
         table = csv.writer(stream)
-        table.writerow(["slide", "patient", "label", "other", "size", "time", "event"])
+        table.writerow(["slide", "patient", "alone", "label", "other", "size", "time", "event"])
         for index in range(SLIDES):
             kind = index // 2 % 2
             features, corners = tiles_of(20 + 3 * index, index)
             features[:15, 0] += 6.0 * kind
             write_hdf5(folder / "features" / f"slide{index}.h5", features, corners, patch_size_level0=SIZE)
             time, event = 10.0 - 3 * kind + index / 10, int(index % 3 > 0)
-            table.writerow([f"slide{index}", f"p{index // 2}", kind, index % 2, 100 + 50.0 * kind + index, time, event])
+            names = [f"slide{index}", f"p{index // 2}", f"q{index}"]
+            table.writerow([*names, kind, index % 2, 100 + 50.0 * kind + index, time, event])
     return Cohort(folder, checkpoint(folder))
 
 

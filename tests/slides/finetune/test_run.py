@@ -45,7 +45,7 @@ def results_of(output: Path) -> dict[str, bytes]:
 
 def test_two_folds_test_every_case_once_and_are_not_repeated(cohort: Cohort, tmp_path: Path) -> None:
     output, said = tmp_path / "out", []
-    changes = {"folds": 2, "patient_column": "slide"}  # every slide is a patient
+    changes = {"folds": 2, "patient_column": "alone"}  # every slide is a patient
     outcome = cohort.tuner(output, **changes).run(say=said.append)
     assert (outcome.runs, outcome.finished, outcome.total) == (2, 2, 2)
     assert outcome.metrics == json.loads((output / "metrics.json").read_text())
@@ -323,8 +323,8 @@ def test_wrong_inputs_are_sentences(cohort: Cohort, tmp_path: Path) -> None:
         Finetuner([cohort.features], cohort.labels, None, output, small_settings())
     with pytest.raises(RunError, match="does not exist"):
         Finetuner([tmp_path / "none"], cohort.labels, cohort.weights, output, small_settings())
+    torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
     with pytest.raises(RunError, match="holds no slide encoder"):
-        torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
         Finetuner([cohort.features], cohort.labels, tmp_path / "other.pth", output, small_settings())
     assert not output.exists()
     cohort.tuner(output, epochs=1).run()
