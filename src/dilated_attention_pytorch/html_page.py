@@ -26,6 +26,12 @@ LAYOUT: Mapping[str, Any] = {
 """Plotly layout shared by all charts, without their axes."""
 
 
+class Html(str):
+    """A cell that is HTML and no text."""
+
+    __slots__ = ()
+
+
 def page(title: str, parts: Iterable[str]) -> str:
     """A page of HTML fragments below a heading, with plotly's script in it."""
     from plotly.offline import get_plotlyjs
@@ -36,13 +42,17 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """A table of named rows. The heads of its columns are HTML, names and cells are text."""
+    """A table of named rows. The heads of its columns are HTML, names and cells are text but for :class:`Html`."""
     columns = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(
-        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{_cell(value)}</td>' for value in values)}</tr>"
         for name, values in rows
     )
     return f"<div class=table><table><thead><tr><td></td>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _cell(value: str) -> str:
+    return value if isinstance(value, Html) else html.escape(value)
 
 
 def drawn(figure: Figure, name: str, title: str) -> str:
@@ -91,5 +101,7 @@ function paint() {
 }
 dark.addEventListener("change", paint);
 paint();
+// A chart was drawn as wide as its section was before the next section came.
+document.querySelectorAll(".plotly-graph-div").forEach(chart => Plotly.Plots.resize(chart));
 """
 """Recolours the charts when the reader switches between light and dark mode."""
