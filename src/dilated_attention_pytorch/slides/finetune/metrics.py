@@ -138,10 +138,31 @@ def c_index(risk: Tensor, targets: Tensor) -> float:
     over the pairs in which i has an event before time j, or at the time at which j is censored. Source: Harrell, Lee
     and Mark (1996), Statistics in Medicine 15, 361-387.
     """
+    return float(_concordance(risk)[_comparable(targets)].mean())
+
+
+def discordance(risk: Tensor, targets: Tensor) -> Tensor:
+    """The share of each case's pairs ``[N]`` that :func:`c_index` counts as wrong; NaN for a case without pairs."""
     comparable = _comparable(targets)
-    difference = risk[:, None] - risk
-    concordant = (difference > 0).double() + (difference == 0).double() / 2
-    return float(concordant[comparable].mean())
+    wrong = (1 - _concordance(risk)).where(comparable, 0)
+    return (wrong.sum(0) + wrong.sum(1)) / (comparable.sum(0) + comparable.sum(1))
+
+
+def kaplan_meier(targets: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Times ``[T + 1]``, from 0 on, and the share of cases ``[N, 2]`` without event after each of them.
+
+    .. math:: S(t) = \prod_{t_i \le t} \left(1 - d_i / n_i\right)
+
+    with :math:`d_i` events at the distinct times :math:`t_i` and :math:`n_i` cases whose time is not before. Source:
+    Kaplan and Meier (1958), Journal of the American Statistical Association 53, 457-481.
+    """
+    time, event = targets.double().unbind(1)
+    times, which = time.unique(return_inverse=True)
+    number = torch.zeros_like(times).index_add(0, which, torch.ones_like(time))
+    events = torch.zeros_like(times).index_add(0, which, event)
+    left = number.flip(0).cumsum(0).flip(0)
+    start = times.new_zeros(1)
+    return torch.cat([start, times]), torch.cat([start + 1, (1 - events / left).cumprod(0)])
 
 
 def confusion_matrix(scores: Tensor, targets: Tensor) -> Tensor:
@@ -152,10 +173,16 @@ def confusion_matrix(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def log_odds(scores: Tensor) -> Tensor:
-    """The logarithm of each class's odds ``[N, K]``, of its logits ``[N, K]``; it never rounds two cases to one."""
+    """Logarithms of the odds of each class by its logits, both ``[N, K]``; unlike probabilities they never saturate."""
     others = ~torch.eye(scores.shape[1], dtype=torch.bool)
     rest = scores[:, None, :].where(others, -math.inf).logsumexp(2)
     return scores - rest
+
+
+def _concordance(risk: Tensor) -> Tensor:
+    """1 where the risk of the row is greater than that of the column, 1/2 where they are equal."""
+    difference = risk[:, None] - risk
+    return (difference > 0).double() + (difference == 0).double() / 2
 
 
 def _comparable(targets: Tensor) -> Tensor:
@@ -192,22 +219,22 @@ def _of_classes(scores: Tensor, targets: Tensor) -> dict[str, float]:
     f1 = 2 * hits / (actual + called)  # NaN for a class that no case has or gets
     grade = torch.arange(number, dtype=torch.float64)
     distance = grade[:, None] - grade
+    odds = log_odds(scores)
+    ranking = {"auroc": _mean([_auroc(odds[:, k], targets == k) for k in range(1 if number == 2 else 0, number)])}
+    if number == 2:
+        ranking["average_precision"] = _average_precision(odds[:, 1], targets == 1)
     found = {
+        **ranking,
+        "accuracy": float(hits.sum() / len(scores)),
         "balanced_accuracy": float((hits / actual)[seen].mean()),
         "f1": float(f1[1] if number == 2 else f1.nanmean()),
         "kappa": _kappa(confusion, distance != 0),
     }
-    odds = log_odds(scores)
-    if number == 2:
-        ranking = {"auroc": _auroc(odds[:, 1], targets == 1)}
-        ranking["average_precision"] = _average_precision(odds[:, 1], targets == 1)
-    else:
-        ranking = {"auroc": _mean([_auroc(odds[:, k], targets == k) for k in range(number)])}
+    if number > 2:
         found["quadratic_kappa"] = _kappa(confusion, distance**2)
-    found = {**ranking, **found}
     if seen.sum() < 2:
-        found = dict.fromkeys(found, math.nan)
-    return {**found, "accuracy": float(hits.sum() / len(scores))}
+        return {**dict.fromkeys(found, math.nan), "accuracy": found["accuracy"]}
+    return found
 
 
 def _kappa(confusion: Tensor, weight: Tensor) -> float:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import shortened
 
-from .labels import Labels
+from .labels import Labels, Part
 
 _QUANTILES = 5
 """Groups by size of a regression target."""
@@ -53,25 +53,28 @@ def make_splits(labels: Labels, *, folds: int, validation: float, test: float, s
             f"expected folds of at least 1, 0 <= validation < 1 and 0 < test < 1, got folds {folds}, validation "
             f"{validation} and test {test}"
         )
-    draw = random.Random(seed)
-    patients = _Patients(labels)
-    if any(case.split is not None for case in labels.cases):
-        tests = [[case.patient for case in labels.cases if case.split == "test"]]
-        validations = [{case.patient for case in labels.cases if case.split == "validation"}]
+    patients = _Patients(labels, random.Random(seed))
+    everything = range(len(labels.cases))
+    given = [[index for index in everything if labels.cases[index].split == part] for part in get_args(Part)]
+    if any(given):
+        divided = [tuple(given)]
     elif folds == 1:
-        tests, validations = [patients.draw(patients.names, test, draw)], [set()]
+        rest, held_out = patients.take(everything, test)
+        divided = [(rest, [], held_out)]
     else:
-        if folds > len(patients.names):
-            raise ValueError(f"{folds} folds need as many patients, got {len(patients.names)}; use fewer folds")
-        tests, validations = patients.deal(folds, draw), [set()] * folds
+        if folds > patients.number:
+            raise ValueError(f"{folds} folds need as many patients, got {patients.number}; use fewer folds")
+        row = patients.in_a_row(everything)
+        divided = []
+        for fold in range(folds):
+            rest, held_out = patients.divide(everything, row[fold::folds])
+            divided.append((rest, [], held_out))
     splits = []
-    for number, (held_out, given) in enumerate(zip(map(set, tests), validations, strict=True), 1):
-        rest = [name for name in patients.names if name not in held_out]
-        share = validation * len(patients.names) / max(len(rest), 1)
-        chosen = given or set(patients.draw(rest, min(share, 1.0), draw))
-        left = {name for name in rest if name not in chosen}
-        split = Split(*(patients.cases_of(part) for part in (left, chosen, held_out)))
-        of_fold = f"fold {number}: " if folds > 1 else ""
+    for number, (train, chosen, held_out) in enumerate(divided, 1):
+        if not chosen:
+            train, chosen = patients.take(train, validation)
+        split = Split(tuple(train), tuple(chosen), tuple(held_out))
+        of_fold = f"fold {number}: " if len(divided) > 1 else ""
         _check(labels, split, of_fold, needs_validation=validation > 0)
         splits.append(split)
     return splits
@@ -80,37 +83,34 @@ def make_splits(labels: Labels, *, folds: int, validation: float, test: float, s
 class _Patients:
     """The patients of the cases, and how they are drawn."""
 
-    def __init__(self, labels: Labels) -> None:
-        self._cases: defaultdict[str, list[int]] = defaultdict(list)
-        for index, case in enumerate(labels.cases):
-            self._cases[case.patient].append(index)
-        self.names = sorted(self._cases)
+    def __init__(self, labels: Labels, draw: random.Random) -> None:
+        self._owners, self._draw = [case.patient for case in labels.cases], draw
         strata = _strata(labels)
         sizes = strata.bincount().tolist()
-        self._stratum = {
-            name: min((sizes[stratum], stratum) for stratum in strata[indices].tolist())
-            for name, indices in self._cases.items()
-        }
+        self._stratum: dict[str, tuple[int, int]] = {}
+        for patient, stratum in zip(self._owners, strata.tolist(), strict=True):
+            rank = (sizes[stratum], stratum)
+            self._stratum[patient] = min(rank, self._stratum.get(patient, rank))
+        self.number = len(self._stratum)
 
-    def cases_of(self, names: set[str]) -> tuple[int, ...]:
-        return tuple(sorted(index for name in names for index in self._cases[name]))
+    def in_a_row(self, cases: Sequence[int]) -> list[str]:
+        """The patients of the cases by stratum, shuffled within it."""
+        names = sorted({self._owners[index] for index in cases})
+        return sorted(self._draw.sample(names, len(names)), key=self._stratum.__getitem__)
 
-    def _in_a_row(self, names: Sequence[str], draw: random.Random) -> list[str]:
-        """The patients by stratum, shuffled within it."""
-        shuffled = draw.sample(names, len(names))
-        return sorted(shuffled, key=self._stratum.__getitem__)
+    def divide(self, cases: Sequence[int], names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The cases of other patients, and of these."""
+        chosen = set(names)
+        return (
+            [index for index in cases if self._owners[index] not in chosen],
+            [index for index in cases if self._owners[index] in chosen],
+        )
 
-    def draw(self, names: Sequence[str], share: float, draw: random.Random) -> list[str]:
-        """A share of the patients, rounded."""
-        number = round(share * len(names))
-        start = draw.random()
-        chosen = {math.floor((index + start) * len(names) / number) for index in range(number)}
-        return [name for index, name in enumerate(self._in_a_row(names, draw)) if index in chosen]
-
-    def deal(self, folds: int, draw: random.Random) -> list[list[str]]:
-        """All patients, dealt to folds by turns."""
-        row = self._in_a_row(self.names, draw)
-        return [row[fold::folds] for fold in range(folds)]
+    def take(self, cases: Sequence[int], share: float) -> tuple[list[int], list[int]]:
+        """What is left of the cases, and those of a share of all patients, drawn from the cases."""
+        row, start = self.in_a_row(cases), self._draw.random()
+        number = min(round(share * self.number), len(row))
+        return self.divide(cases, [row[math.floor((index + start) * len(row) / number)] for index in range(number)])
 
 
 def _strata(labels: Labels) -> Tensor:
