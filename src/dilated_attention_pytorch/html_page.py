@@ -70,11 +70,13 @@ _HEAD = """<!doctype html>
 @media (prefers-color-scheme: dark) {
   :root { --page: #111827; --text: #e5e7eb; --faint: #9ca3af; --line: #374151; --head: #1f2937; }
 }
+/* A chart is drawn as wide as its section is then: no section or scroll bar that comes later may change that. */
+html { overflow-y: scroll }
 body { margin: 0 auto; padding: 1rem; max-width: 84rem; font: 16px/1.5 system-ui, sans-serif; color: var(--text);
   background: var(--page); }
 h1 { font-size: 1.5rem; margin: 0 0 .5rem } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem }
 h3 { font-size: 1rem; margin: 0 } p, small { color: var(--faint) }
-main { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)) }
+main { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 32rem), 1fr)) }
 section { min-width: 0 }
 .table { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums }
@@ -101,7 +103,5 @@ function paint() {
 }
 dark.addEventListener("change", paint);
 paint();
-// A chart was drawn as wide as its section was before the next section came.
-document.querySelectorAll(".plotly-graph-div").forEach(chart => Plotly.Plots.resize(chart));
 """
 """Recolours the charts when the reader switches between light and dark mode."""

@@ -16,6 +16,8 @@ from dilated_attention_pytorch.slides.finetune.labels import Task
 from dilated_attention_pytorch.slides.finetune.metrics import (
     BEST,
     c_index,
+    discordance,
+    kaplan_meier,
     log_odds,
     metrics,
     roc_curve,
@@ -214,3 +216,16 @@ def test_wrong_scores_are_refused() -> None:
     for call, sentence in random.sample(wrong, len(wrong)):
         with pytest.raises(ValueError, match=sentence):
             call()
+
+
+def test_the_kaplan_meier_estimate_is_that_of_a_table_by_hand() -> None:
+    """Events at 2 (one of 6), 3 (two of 4) and 5 (one of 1); one case is censored at 2, one at 3."""
+    targets = torch.tensor([[3.0, 1], [2, 1], [3, 0], [2, 0], [3, 1], [5, 1]])
+    times, alive = kaplan_meier(targets)
+    assert times.tolist() == [0, 2, 3, 5]
+    assert alive.tolist() == pytest.approx([1, 5 / 6, 5 / 6 * 2 / 4, 0])
+
+
+def test_the_discordance_of_a_case_is_its_share_of_wrong_pairs() -> None:
+    risk, targets = torch.tensor([1.0, 0.0, 2.0, 1.0]), torch.tensor([[1.0, 1], [2, 0], [3, 1], [0, 0]])
+    assert discordance(risk, targets).tolist() == pytest.approx([0.5, 0, 1, math.nan], nan_ok=True)
