@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
 
-from dilated_attention_pytorch.slides.finetune import metrics, results, run
+from dilated_attention_pytorch.slides.finetune import page, run
 from dilated_attention_pytorch.slides.memory import TileLimits, TrainingBytes
 from slides.finetune.made_cohort import Cohort, make_cohort
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
     limits = TileLimits(tile_bytes=10**6, of_batch=1, of_slide=10**9)
-    monkeypatch.setattr(run, "measure_limits", lambda *_, **__: limits)
-    monkeypatch.setattr(run, "measure_training_bytes", lambda *_: TrainingBytes(tile_bytes=10**6, fixed_bytes=0))
-    monkeypatch.setattr(run, "return_freed_blocks", lambda: True)
-    monkeypatch.setattr(results, "write_page", lambda *_: None)
-    monkeypatch.setattr(results, "with_intervals", functools.partial(metrics.with_intervals, resamples=20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "measure_limits", lambda *_, **__: limits)
+        patch.setattr(run, "measure_training_bytes", lambda *_: TrainingBytes(tile_bytes=10**6, fixed_bytes=0))
+        patch.setattr(run, "return_freed_blocks", lambda: True)
+        patch.setattr(page, "results", functools.partial(page.results, resamples=20))
+        yield
 
 
 @pytest.fixture(scope="module")

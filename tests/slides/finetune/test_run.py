@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.slides import Embedder, EmbedSettings, load_slide_encoder
-from dilated_attention_pytorch.slides.finetune import cases, results, run, trainer
+from dilated_attention_pytorch.slides.finetune import cases, page, results, run, trainer, vectors
 from dilated_attention_pytorch.slides.finetune.run import Finetuner
 from slides.finetune.made_cohort import SLIDES, Cohort, small_settings
 from slides.made_slides import CONFIG, tiles_of, write_hdf5
@@ -43,11 +43,23 @@ def results_of(output: Path) -> dict[str, bytes]:
     }
 
 
-def test_two_folds_test_every_case_once_and_are_not_repeated(cohort: Cohort, tmp_path: Path) -> None:
-    output, said = tmp_path / "out", []
-    changes = {"folds": 2, "patient_column": "alone"}  # every slide is a patient
-    outcome = cohort.tuner(output, **changes).run(say=said.append)
-    assert (outcome.runs, outcome.finished, outcome.total) == (2, 2, 2)
+FOLDS = {"folds": 2, "patient_column": "alone"}
+"""Every slide is a patient."""
+
+
+@pytest.fixture(scope="module")
+def finished(cohort: Cohort, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of two folds."""
+    output = tmp_path_factory.mktemp("finished") / "out"
+    cohort.tuner(output, **FOLDS).run()
+    return output
+
+
+def test_two_folds_test_every_case_once_and_are_not_repeated(cohort: Cohort, finished: Path) -> None:
+    output, before = finished, results_of(finished)
+    outcome = cohort.tuner(output, **FOLDS).run()
+    assert results_of(output) == before
+    assert (outcome.runs, outcome.finished, outcome.total) == (0, 2, 2)
     assert outcome.metrics == json.loads((output / "metrics.json").read_text())
     tested: list[str] = []
     for fold in (1, 2):
@@ -65,16 +77,12 @@ def test_two_folds_test_every_case_once_and_are_not_repeated(cohort: Cohort, tmp
         assert record["results"]["test"]["cases"] == [row["case"] for row in rows]
         assert {path.name for path in folder.iterdir()} == {".lock", "model.safetensors", "predictions.csv", "run.json"}
     assert sorted(tested) == sorted(f"slide{index}" for index in range(SLIDES))
-    assert any("cases to train on" in sentence for sentence in said)
-    before = results_of(output)
-    again = cohort.tuner(output, **changes).run()
-    assert (again.runs, again.finished) == (0, 2)
-    assert results_of(output) == before
 
 
-def test_the_weights_are_those_of_the_predictions_and_embed_takes_them(cohort: Cohort, tmp_path: Path) -> None:
-    cohort.tuner(tmp_path / "out").run()
-    folder = tmp_path / "out" / "fold1-seed0"
+def test_the_weights_are_those_of_the_predictions_and_embed_takes_them(
+    cohort: Cohort, finished: Path, tmp_path: Path
+) -> None:
+    folder = finished / "fold1-seed0"
     encoder = load_slide_encoder(folder / "model.safetensors", config=CONFIG, prefix="slide_encoder.")
     weights = load_file(folder / "model.safetensors")
     for row in predictions(folder):
@@ -108,7 +116,7 @@ def test_every_task_is_trained(
 ) -> None:
     if changes["task"] == "survival":
         cohort = of_patients(cohort, tmp_path)
-    outcome = cohort.tuner(tmp_path / "out", **changes).run()
+    outcome = cohort.tuner(tmp_path / "out", epochs=1, **changes).run()
     assert outcome.metrics is not None
     assert metric in outcome.metrics["mean"]
     rows = predictions(tmp_path / "out" / "fold1-seed0")
@@ -175,31 +183,47 @@ def killing(module: Any, name: str, call: int) -> Callable[[], None]:
 
 
 MOMENTS = [
-    (trainer.Inputs, "scores", 4),  # in the first epoch
-    (trainer, "write_manifest", 1),  # the first checkpoint is written and not complete
-    (trainer, "write_manifest", 2),  # the same of the second one
-    (trainer.FinetuneTrainer, "_save_checkpoint", 1),  # the best weights are newer than the checkpoint
-    (trainer.FinetuneTrainer, "predict_scores", 2),  # after the last epoch
+    (trainer, "write_manifest", 2),  # the second checkpoint is written and not complete
+    (trainer.FinetuneTrainer, "predict_scores", 2),  # in the last epoch
     (results, "write_text", 2),  # predictions.csv is there, and run.json is not
+]
+FURTHER_MOMENTS = [
+    (trainer.Inputs, "scores", 4),  # in the first epoch
+    (trainer, "write_manifest", 1),  # there is no checkpoint yet
+    (trainer.FinetuneTrainer, "_save_checkpoint", 1),  # the best weights are newer than the checkpoint
     (run, "remove_checkpoints", 1),
-    (results, "write_page", 1),
+    (page, "write_page", 1),
 ]
 
 
-@pytest.mark.parametrize("task", ["classification", "survival"])
-def test_a_killed_command_ends_with_the_same_bits(task: str, cohort: Cohort, tmp_path: Path) -> None:
-    moments, changes = MOMENTS, {}
-    if task == "survival":
-        cohort, moments, changes = (
-            of_patients(cohort, tmp_path),
-            MOMENTS[1:3],
-            {"task": task, "by_patient": True, "test": 0.4},
-        )
-    cohort.tuner(tmp_path / "alone", **changes).run()
+def check_killed(cohort: Cohort, folder: Path, moments: list[tuple[Any, str, int]], **changes: Any) -> None:
+    """Compare a command that is killed at these moments with one that is not."""
+    cohort.tuner(folder / "alone", **changes).run()
     for moment in moments:
-        assert run_forked(cohort, tmp_path / "killed", killing(*moment), **changes) == -signal.SIGKILL, moment
-    cohort.tuner(tmp_path / "killed", **changes).run()
-    assert results_of(tmp_path / "killed") == results_of(tmp_path / "alone")
+        assert run_forked(cohort, folder / "killed", killing(*moment), **changes) == -signal.SIGKILL, moment
+    cohort.tuner(folder / "killed", **changes).run()
+    assert results_of(folder / "killed") == results_of(folder / "alone")
+
+
+def test_a_killed_command_ends_with_the_same_bits(cohort: Cohort, tmp_path: Path) -> None:
+    check_killed(cohort, tmp_path, MOMENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moments", "changes"),
+    [
+        (FURTHER_MOMENTS, {}),
+        (MOMENTS, {"lora": 2, "precision": "bfloat16"}),
+        (MOMENTS[:2], {"freeze": True}),
+        (MOMENTS[:2], {"task": "survival", "by_patient": True, "test": 0.4}),
+        ([(vectors, "replacing", 1), (vectors, "save_file", 1)], {"freeze": True}),
+    ],
+)
+def test_other_commands_that_are_killed_end_with_the_same_bits(
+    moments: list[tuple[Any, str, int]], changes: dict[str, Any], cohort: Cohort, tmp_path: Path
+) -> None:
+    check_killed(of_patients(cohort, tmp_path) if "task" in changes else cohort, tmp_path, moments, **changes)
 
 
 @pytest.mark.slow
@@ -222,6 +246,7 @@ def test_a_command_that_is_killed_at_any_time_ends_with_the_same_bits(cohort: Co
     assert results_of(tmp_path / "killed") == results_of(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_taken(cohort: Cohort, tmp_path: Path) -> None:
     cohort.tuner(tmp_path / "alone").run()
     output = tmp_path / "damaged"
@@ -232,6 +257,7 @@ def test_a_damaged_checkpoint_is_not_taken(cohort: Cohort, tmp_path: Path) -> No
     assert results_of(output) == results_of(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_training_ends_when_the_metric_does_not_rise(cohort: Cohort, tmp_path: Path) -> None:
     changes = {"epochs": 9, "patience": 2, "learning_rate": 1e-9}
     cohort.tuner(tmp_path / "out", **changes).run()
@@ -293,16 +319,20 @@ def test_maps_of_the_test_part_are_drawn(cohort: Cohort, tmp_path: Path, monkeyp
     assert (folder / "maps" / f"{tested[0]}.h5").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_two_commands_share_the_runs(cohort: Cohort, tmp_path: Path) -> None:
     output, changes = tmp_path / "out", {"seeds": (0, 1), "epochs": 1}
-    first = cohort.tuner(output, **changes)
-    with run._held(output / "fold1-seed0") as is_held:
-        assert is_held
-        outcome = first.run()
-    assert (outcome.runs, outcome.finished, outcome.metrics) == (1, 1, None)
-    again = cohort.tuner(output, **changes).run()
-    assert (again.runs, again.finished) == (1, 2)
-    assert again.metrics is not None
+    others = []
+
+    def meanwhile(sentence: str) -> None:
+        if sentence.startswith("fold 1, seed 0:") and not others:
+            others.append(None)
+            others.append(cohort.tuner(output, **changes).run())
+
+    outcome = cohort.tuner(output, **changes).run(say=meanwhile)
+    assert (others[1].runs, others[1].finished, others[1].metrics) == (1, 1, None)
+    assert (outcome.runs, outcome.finished) == (1, 2)
+    assert outcome.metrics is not None
     cohort.tuner(tmp_path / "alone", **changes).run()
     assert results_of(output) == results_of(tmp_path / "alone")
 

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.output import replacing, write_text
 
+from . import page
 from .labels import Labels
-from .metrics import metrics, with_intervals
+from .metrics import metrics
 from .model import SlideModel
-from .page import Record, RunRecord, write_page
+from .page import Record, RunRecord
 
 RUN_NAME, WEIGHTS_NAME, PREDICTIONS_NAME = "run.json", "model.safetensors", "predictions.csv"
 METRICS_NAME, MAPS_NAME = "metrics.json", "maps"
@@ -99,61 +99,50 @@ def _columns(labels: Labels, targets: Tensor, scores: Tensor) -> tuple[list[str]
 
 
 def summarise(output: Path, folders: Sequence[Path], labels: Labels, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Write metrics.json and the page of all runs; returns the contents of metrics.json.
-
-    The pooled metrics are over the test predictions of all runs together, with intervals over patients.
-    """
-    records, runs = [], []
-    number = {case.name: index for index, case in enumerate(labels.cases)}
-    for folder in folders:
-        run = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))
-        test = run["results"]["test"]
-        cases = [number[name] for name in test["cases"]]
-        maps = {name: path for name in test["cases"] if (path := _map_of(output, folder, labels, number[name]))}
-        records.append(
-            RunRecord(
-                fold=run["fold"],
-                seed=run["seed"],
-                epochs=[{name: _number(value) for name, value in epoch.items()} for epoch in run["epochs"]],
-                best_epoch=run["best_epoch"],
-                names=test["cases"],
-                patients=[labels.cases[case].patient for case in cases],
-                scores=torch.tensor(test["scores"]),
-                targets=labels.targets[cases],
-                maps=maps,
-            )
-        )
-        results = {part: of["metrics"] for part, of in run["results"].items()}
-        runs.append({**{name: run[name] for name in ("fold", "seed", "best_epoch")}, **results})
-    values = {name: [_number(run["test"][name]) for run in runs] for name in runs[0]["test"]}
-    pooled = with_intervals(
-        labels.task,
-        torch.cat([record.scores for record in records]),
-        torch.cat([record.targets for record in records]),
-        [patient for record in records for patient in record.patients],
-        seed=0,
-    )
-    found = {
+    """Write metrics.json and the page of all runs; returns the contents of metrics.json."""
+    record = Record(labels.task, labels.classes, settings, [_record_of(output, folder, labels) for folder in folders])
+    found = page.results(record)
+    runs = [
+        {"fold": run.fold, "seed": run.seed, "best_epoch": run.best_epoch, "test": of_test}
+        for run, of_test in zip(record.runs, found.runs, strict=True)
+    ]
+    pooled = {name: {"value": of.value, "low": of.low, "high": of.high} for name, of in found.pooled.items()}
+    values = {
         "task": labels.task,
         "classes": list(labels.classes),
         "runs": runs,
-        "mean": {name: statistics.fmean(of) for name, of in values.items()},
-        "deviation": {name: statistics.stdev(of) if len(of) > 1 else 0.0 for name, of in values.items()},
-        "pooled": {name: {"value": of.value, "low": of.low, "high": of.high} for name, of in pooled.items()},
+        "mean": found.mean,
+        "deviation": found.deviation,
+        "pooled": pooled,
     }
-    write_text(output / METRICS_NAME, _json(found))
-    write_page(output, Record(labels.task, labels.classes, settings, records))
-    return found
+    write_text(output / METRICS_NAME, _json(values))
+    page.write_page(output, record, found)
+    return values
+
+
+def _record_of(output: Path, folder: Path, labels: Labels) -> RunRecord:
+    run = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))
+    test, number = run["results"]["test"], {case.name: index for index, case in enumerate(labels.cases)}
+    cases = [number[name] for name in test["cases"]]
+    # An undefined metric is null in JSON.
+    epochs = [{name: math.nan if value is None else value for name, value in of.items()} for of in run["epochs"]]
+    return RunRecord(
+        fold=run["fold"],
+        seed=run["seed"],
+        epochs=epochs,
+        best_epoch=run["best_epoch"],
+        names=test["cases"],
+        patients=[labels.cases[case].patient for case in cases],
+        scores=torch.tensor(test["scores"]),
+        targets=labels.targets[cases],
+        maps={name: path for name in test["cases"] if (path := _map_of(output, folder, labels, number[name]))},
+    )
 
 
 def _map_of(output: Path, folder: Path, labels: Labels, case: int) -> str:
     """The path of a case's first map relative to the output folder, "" if there is none."""
     path = folder / MAPS_NAME / f"{labels.cases[case].slides[0]}.h5"
     return path.relative_to(output).as_posix() if path.is_file() else ""
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _json(values: Any) -> str:

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,18 +15,17 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, set_threads
 from dilated_attention_pytorch.memory import free_memory, in_bytes, return_freed_blocks
-from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, replacing, write_text
+from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, write_text
 from dilated_attention_pytorch.slides.checkpoint import load_slide_encoder
 from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderConfig
 from dilated_attention_pytorch.slides.files import find_slides, status_of
 from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
-from dilated_attention_pytorch.training.autocast import autocast
 
 from .cases import CaseEmbeddings, CaseFiles, are_embeddings, without, without_missing
 from .labels import read_labels
@@ -38,11 +36,10 @@ from .results import MAPS_NAME, RUN_NAME, WEIGHTS_NAME, summarise, write_run, wr
 from .settings import FinetuneSettings
 from .splits import Split, make_splits
 from .trainer import FinetuneTrainer, Inputs, best_epoch, remove_checkpoints
+from .vectors import computed_vectors, stored_vectors
 
 SETTINGS_NAME, VECTORS_NAME, ADAPTER_NAME = "finetune.json", "vectors.safetensors", "adapter"
-PACKAGES = ("accelerate", "filelock", "h5py", "safetensors", "transformers")
-_SAVE_SECONDS = 5.0
-"""Between two writes of the vectors of a frozen encoder."""
+_LOCK_NAME = f"{SETTINGS_NAME}.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,8 @@ class Finetuner:
         """
         file = self.output / SETTINGS_NAME
         if not file.is_file():
-            check_free_folder(self.output, going_on=", or the one of an earlier `finetune` command")
+            going_on = ", or the one of an earlier `finetune` command"
+            check_free_folder(self.output, going_on=going_on, beside=f"*{SETTINGS_NAME}.*")
             return None
         check_makeable(self.output)
         try:
@@ -211,9 +209,10 @@ class Finetuner:
             self._check_files(files, say, progress)
         if files is not None and any(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs()):
             self._check_memory(files, say)
-        if self._before is None:
-            record = {"made_with": self.made_with, "left_out": self.left_out, "classes": self.labels.classes}
-            write_text(self.output / SETTINGS_NAME, json.dumps(record, indent=1) + "\n")
+        with FileLock(self.output / _LOCK_NAME):
+            if self._before is None and self._check_folder() is None:  # no other command has begun it meanwhile
+                record = {"made_with": self.made_with, "left_out": self.left_out, "classes": self.labels.classes}
+                write_text(self.output / SETTINGS_NAME, json.dumps(record, indent=1) + "\n")
         inputs = Inputs(
             labels=self.labels,
             files=files,
@@ -274,44 +273,14 @@ class Finetuner:
         self._leave_out(list(problems))
 
     def _vectors(self, files: CaseFiles | None, progress: Callable[[FinetuneProgress], None]) -> Tensor:
-        """What the classifier reads of all cases ``[cases, width]``, computed once and kept in the folder."""
+        """What the classifier reads of all cases ``[cases, width]``, on the device."""
+        cases = self.labels.cases
         if files is None:
-            return self._embedded_vectors().to(self.device)
-        model, path, cases = self._new_model(0), self.output / VECTORS_NAME, self.labels.cases
-        model.eval()
-        with FileLock(self.output / f"{VECTORS_NAME}.lock"):
-            found = load_file(path)["vectors"] if path.is_file() else torch.empty(0)
-            computed, last = [*found], time.monotonic()
-            total = sum(map(files.num_tiles, cases))
-            done = sum(map(files.num_tiles, cases[: len(computed)]))
-            for case in cases[len(computed) :]:
-                tiles = files.read(case)
-                with torch.inference_mode(), autocast(self.settings.precision, self.device.type):
-                    vector = model.vectors(tiles.features.to(self.device), tiles.grid.to(self.device))
-                computed.append(vector[0].float().cpu())
-                if not bool(computed[-1].isfinite().all()):
-                    raise RunError(
-                        f"the vector of case {case.name} is not finite in {self.settings.precision}; use --precision "
-                        "float32 and another --output"
-                    )
-                done += len(tiles.features)
-                progress(FinetuneProgress("embedding", done, total))
-                if time.monotonic() - last > _SAVE_SECONDS or len(computed) == len(cases):
-                    last = time.monotonic()
-                    with replacing(path) as staged:
-                        save_file({"vectors": torch.stack(computed)}, staged)
-        return torch.stack(computed).to(self.device)
-
-    def _embedded_vectors(self) -> Tensor:
-        reader, layers = CaseEmbeddings(self.paths), list(self.settings.layers)
-        found = [reader.read(case) for case in self.labels.cases]
-        for case, vectors in zip(self.labels.cases, found, strict=True):
-            if vectors.shape != found[0].shape or len(vectors) <= max(layers):
-                raise RunError(
-                    f"case {case.name} has vectors {list(vectors.shape)}, expected {list(found[0].shape)} with layers "
-                    f"up to {max(layers)} (--layers): embed all slides with one checkpoint, or pass other --layers"
-                )
-        return torch.stack([vectors[layers].flatten() for vectors in found])
+            return stored_vectors(CaseEmbeddings(self.paths), cases, self.settings.layers).to(self.device)
+        model, path = self._new_model(0), self.output / VECTORS_NAME
+        total = sum(map(files.num_tiles, cases))
+        report = lambda done: progress(FinetuneProgress("embedding", done, total))  # noqa: E731
+        return computed_vectors(model, files, cases, path, self.device, self.settings.precision, report).to(self.device)
 
     def _new_model(self, seed: int) -> SlideModel:
         """The encoder as it was loaded, and a classifier drawn by ``seed``."""
