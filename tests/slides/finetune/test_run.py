@@ -228,7 +228,7 @@ def test_other_commands_that_are_killed_end_with_the_same_bits(
 
 @pytest.mark.slow
 def test_a_command_that_is_killed_at_any_time_ends_with_the_same_bits(cohort: Cohort, tmp_path: Path) -> None:
-    changes = {"folds": 2, "epochs": 8}
+    changes = {**FOLDS, "epochs": 8}
     cohort.tuner(tmp_path / "alone", **changes).run()
     drawn, kills = random.Random(0), 0
     while kills < 10:

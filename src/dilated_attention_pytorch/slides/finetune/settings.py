@@ -57,8 +57,8 @@ class FinetuneSettings:
     """Seeds of the training: first weights of the classifier, order of the cases, dropout. Every fold is trained once
     for each."""
     layers: tuple[int, ...] = (11,)
-    """Layers whose pooled states, behind the final norm, the classifier reads; 0 is before the first layer. GigaPath's
-    --feat_layer 5-11 is --layers 5 11."""
+    """Layers whose pooled states, behind the final norm, the classifier reads; 0 is before the first layer. 5 11 is
+    GigaPath's feat_layer "5-11"."""
     pooling: Pooling = "class"
     """"class": the class token. "mean": the mean over the tiles."""
     freeze: bool = False
