@@ -401,6 +401,7 @@ TABLE: dict[str, list[Row]] = {
         Row("finetune {}/texts {}/file --output {}/new --layers 11 11", "layers must be different numbers"),
         Row("finetune {}/texts {}/file --output {}/new --device cuda", "PyTorch finds no CUDA", machine.take_cuda_away),
         Row("finetune {}/texts {}/file --output {}/new", "fine-tuning needs h5py", machine.uninstall("h5py")),
+        Row("heatmap {}/file", "drawing a heat map needs matplotlib", machine.uninstall("matplotlib")),
     ],
     "what to generate from": [
         Row("generate {}/nothing --prompt x", "there is no such folder; name the --output of a `train` command"),

@@ -93,8 +93,8 @@ _FULL = {
 }
 _EXTRAS = {
     "embed": "slides",
-    "finetune": "slides,train",
-    "heatmap": "slides,plot",
+    "finetune": "finetune",
+    "heatmap": "plot",
     "report": "report",
     "bench": "bench",
     "tune": "bench",

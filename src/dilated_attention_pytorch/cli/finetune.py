@@ -21,6 +21,7 @@ from dilated_attention_pytorch.slides.finetune.settings import FinetuneSettings
 if TYPE_CHECKING:
     from dilated_attention_pytorch.slides.finetune.run import FinetuneProgress
 
+_PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", "transformers")
 _LINE_SECONDS = 5.0
 """Between two lines of progress where the output is no terminal."""
 
@@ -66,9 +67,7 @@ class Finetune(FinetuneSettings):
             RunError: something must be changed; the message says what.
             SystemExit: with 130 after Ctrl-C.
         """
-        require(
-            "fine-tuning", ("accelerate", "filelock", "h5py", "rich", "safetensors", "transformers"), "slides,train"
-        )
+        require("fine-tuning", (*_PACKAGES, *(("peft",) if self.lora is not None else ())), "finetune")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RunError(
                 "finetune trains one run in one process: start the same command once per GPU (CUDA_VISIBLE_DEVICES), "

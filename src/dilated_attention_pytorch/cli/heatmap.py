@@ -49,7 +49,8 @@ class Heatmap:
         from dilated_attention_pytorch.machine import require
         from dilated_attention_pytorch.output import check_new_file, replacing
 
-        require("drawing a heat map", ("h5py", "matplotlib"), "slides,plot")
+        for package, extra in (("h5py", "slides"), ("matplotlib", "plot")):
+            require("drawing a heat map", (package,), extra)
         from matplotlib.backend_bases import FigureCanvasBase
 
         from dilated_attention_pytorch.slides.heatmap import (
@@ -60,10 +61,11 @@ class Heatmap:
             read_scores,
         )
 
-        if self.rollout + (self.contribution is not None) + (self.layer is not None or self.head is not None) > 1:
+        of_all_layers = self.rollout + (self.contribution is not None)
+        if of_all_layers + (self.layer is not None or self.head is not None) > 1:
             raise RunError(
-                "--rollout and --contribution go through all layers and heads: leave out all but one of --rollout, "
-                "--contribution, and --layer with --head"
+                "--rollout and --contribution go through all layers and heads: leave out --layer and --head, and pass "
+                "one of the two"
             )
         output = self.file.with_suffix(".png") if self.output is None else self.output
         kinds = FigureCanvasBase.get_supported_filetypes()
