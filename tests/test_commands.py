@@ -147,7 +147,9 @@ ROWS = [
     Row(r"dilated-attention finetune .*--freeze.*", flags(layers="1", epochs="2", test="0.4", device="cpu")),
     Row(r"dilated-attention finetune .*", flags(layers="1", epochs="1", folds=None, test="0.4", device="cpu")),
     Row(r"dilated-attention heatmap .*--contribution.*", None, "needs a trained model, as tests/slides/finetune does: its flags are parsed"),
+    Row(r"dilated-attention embed .*--engine ray.*", None, "starts a Ray cluster, as tests/slides/test_ray.py does: its flags are parsed"),
     Row(r"dilated-attention (plan --help|show .*|info|build|diagnose .*|profile .*|report .*|embed .*|heatmap .*)", program),
+    Row(r"torchrun .* embed .*", None, "tests/slides/test_sharing.py starts processes: its flags are parsed"),
     Row(r"torchrun .* train .*--resume .*", None, "needs ranks, and a run that they wrote: its flags are parsed"),
     Row(r"torchrun .* train .*(fsdp|zero).*", None, "tests/estimate plans FSDP and ZeRO, tests/training trains: its flags are parsed"),
     Row(r"torchrun .* train .*", plan_of_ranks, "planned for as many ranks; tests/training starts them"),
@@ -192,8 +194,8 @@ def test_a_command_has_a_row_and_what_it_names_exists(command: Command) -> None:
     match words:
         case ["dilated-attention", *rest]:
             _parse([word.replace("FOLDER", "folder") for word in rest])
-        case ["torchrun", *_] if "train" in words:
-            _parse(words[words.index("train") :])
+        case ["torchrun", *_] if commands := [word for word in words if word in ("embed", "train")]:
+            _parse(words[words.index(commands[0]) :])
         case ["make", *targets]:
             subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, check=True)
         case ["python", "-m", module, *_]:

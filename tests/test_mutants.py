@@ -104,12 +104,12 @@ MUTANTS = (
     Mutant("slides/contents.py", "(coordinates.abs() < _MOST_PIXELS).all()", "coordinates.numel()", SLIDE_FILES),
     Mutant("slides/contents.py", "(rows == 0).all(dim=1)", "rows.isnan().all(dim=1)", SLIDE_FILES),
     Mutant(
-        "slides/embedding.py",
-        "_check_spacing(slide, tile_size)\n        coordinates",
-        "_check_origin(slide)\n        coordinates",
+        "slides/reading.py",
+        "_check_spacing(slide, tile_size, settings.tile_spacing)\n",
+        "_check_origin(slide, settings)\n",
         EMBEDDING,
     ),
-    Mutant("slides/store.py", "and before.version == source.version", "", EMBEDDING),
+    Mutant("slides/store.py", "and before.versions == source.versions", "", EMBEDDING),
     Mutant("benchmarks/exactness.py", " + counts[seen].log()", "", "tests/benchmarks/test_exactness.py"),
     Mutant(
         "../../benchmarks/measured_code.py",

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings, load_slide_encoder
-from dilated_attention_pytorch.slides import embedding as module
+from dilated_attention_pytorch.slides import Embedder, EmbedSettings, load_slide_encoder, worker
 from dilated_attention_pytorch.slides.memory import TileLimits
 from slides.made_slides import SIZE, WIDTH, checkpoint, tiles_of, write_hdf5
 
@@ -232,7 +231,7 @@ def run_batch(seed: int, number: int) -> collections.Counter[str]:
         pytest.MonkeyPatch.context() as monkeypatch,
         tempfile.TemporaryDirectory() as name,
     ):
-        monkeypatch.setattr(module, "measure_limits", lambda *_, **__: limits)
+        monkeypatch.setattr(worker, "measure_limits", lambda *_, **__: limits)
         folder = Path(name)
         weights = checkpoint(folder)
         whole = torch.load(weights, weights_only=True)["model"]
@@ -254,7 +253,7 @@ def run_batch(seed: int, number: int) -> collections.Counter[str]:
                     told = Embedder([path], weights, place / "out", EmbedSettings()) if not path.is_dir() else None
                     outcome = "refused: it is a folder"
                     if told is not None:
-                        told.paths["good"] = good
+                        told.inputs["good"] = (good,)
                         outcome, result = _embedded(told, path, place / "out", result)
             except RunError as error:
                 outcome = f"refused: {error}"

@@ -23,13 +23,15 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.slides import (
     Embedder,
     EmbedSettings,
+    Outcome,
     SlideEncoder,
     SlideEncoderConfig,
     load_slide_encoder,
     read_slide,
+    reading,
     store,
+    worker,
 )
-from dilated_attention_pytorch.slides import embedding as module
 from dilated_attention_pytorch.slides.memory import TileLimits, measure_limits
 from dilated_attention_pytorch.slides.store import Store
 from slides.made_slides import CONFIG, SIZE, WIDTH, checkpoint, tiles_of, write_hdf5, write_slides
@@ -47,7 +49,7 @@ def weights(tmp_path: Path) -> Path:
 def _memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tile takes is measured by one test: beside others it is something else each time."""
     monkeypatch.setattr(
-        module,
+        worker,
         "measure_limits",
         lambda encoder, device, precision, batch_tiles, memory, **_: TileLimits(
             tile_bytes=10**6, of_batch=batch_tiles, of_slide=10**9 if memory is None else int(memory * 1000)
@@ -210,7 +212,7 @@ def test_a_file_of_slide2vec_is_embedded_again_where_a_file_beside_it_changed(
     np.savez(tmp_path / "tiles" / "a.coordinates.npz", x=x, y=y)
     (tmp_path / "tile_embeddings" / "a.meta.json").write_text(json.dumps({"tile_size_lv0": SIZE}))
 
-    def run() -> module.Outcome:
+    def run() -> Outcome:
         return Embedder([tmp_path / "tile_embeddings"], weights, tmp_path / "out", EmbedSettings()).run()
 
     assert (run().embedded, run().kept) == (1, 1)
@@ -451,13 +453,13 @@ def test_what_appears_while_a_slide_is_embedded_is_not_replaced(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_slides(tmp_path / "features", [4, 5])
-    compute = Embedder._compute
+    compute = worker.Worker._compute
 
-    def meanwhile(self: Embedder, batch: list[module.Tiles]) -> Any:
+    def meanwhile(self: worker.Worker, batch: list[reading.TileSequence]) -> Any:
         (tmp_path / "out" / "slide0.h5").write_text("precious")
         return compute(self, batch)
 
-    monkeypatch.setattr(Embedder, "_compute", meanwhile)
+    monkeypatch.setattr(worker.Worker, "_compute", meanwhile)
     outcome = embedder(tmp_path, weights).run()
     assert outcome.embedded == 1
     assert "it is not replaced" in next(iter(outcome.failed.values()))
@@ -469,7 +471,7 @@ def test_a_file_that_changes_while_it_is_read_is_skipped(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_slides(tmp_path / "features", [4, 5])
-    read = module.read_slide
+    read = reading.read_slide
 
     def meanwhile(path: Path, width: int) -> Any:
         found = read(path, width)
@@ -477,7 +479,7 @@ def test_a_file_that_changes_while_it_is_read_is_skipped(
             os.utime(path, ns=(0, 0))
         return found
 
-    monkeypatch.setattr(module, "read_slide", meanwhile)
+    monkeypatch.setattr(reading, "read_slide", meanwhile)
     outcome = embedder(tmp_path, weights).run()
     assert outcome.embedded == 1
     assert list(outcome.failed.values()) == [
@@ -556,13 +558,13 @@ def test_slides_lie_together_up_to_the_budget_and_never_beyond(
 ) -> None:
     write_slides(tmp_path / "features", [40, 1, 300, 17, 43])
     batches = []
-    compute = Embedder._compute
+    compute = worker.Worker._compute
 
-    def noted(self: Embedder, batch: list[module.Tiles]) -> Any:
-        batches.append([len(slide.features) for slide in batch])
+    def noted(self: worker.Worker, batch: list[reading.TileSequence]) -> Any:
+        batches.append([sequence.num_tiles for sequence in batch])
         return compute(self, batch)
 
-    monkeypatch.setattr(Embedder, "_compute", noted)
+    monkeypatch.setattr(worker.Worker, "_compute", noted)
     embedder(tmp_path, weights, batch_tiles=60).run()
     assert batches == [[40, 1], [300], [17, 43]]
 

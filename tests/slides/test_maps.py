@@ -14,7 +14,7 @@ from matplotlib.image import imread, imsave
 from torch import Tensor
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings, SlideEncoder, SlideEncoderConfig, embedding
+from dilated_attention_pytorch.slides import Embedder, EmbedSettings, SlideEncoder, SlideEncoderConfig, worker
 from dilated_attention_pytorch.slides.memory import TileLimits
 from slides.authors_encoder import AuthorsSlideEncoder
 from slides.made_slides import SIZE, WIDTH, checkpoint, tiles_of, write_hdf5, write_slides
@@ -25,7 +25,7 @@ LAYERS, E = 12, 32
 @pytest.fixture(autouse=True)
 def _memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = TileLimits(tile_bytes=10**6, of_batch=10**6, of_slide=10**9)
-    monkeypatch.setattr(embedding, "measure_limits", lambda *_, **__: limits)
+    monkeypatch.setattr(worker, "measure_limits", lambda *_, **__: limits)
 
 
 def authors(folder: Path, *, global_pool: bool) -> tuple[AuthorsSlideEncoder, Path]:
@@ -62,7 +62,7 @@ def test_the_vector_of_a_tool_is_its_own(like: Any, global_pool: bool, layer: in
     settings = EmbedSettings(like=like)
     embedder = Embedder([tmp_path / "features"], weights, tmp_path / "out", settings)
     embedder.encoder.double()
-    embedder._read = wide(embedder._read)  # type: ignore[method-assign]
+    embedder.worker.read = wide(embedder.worker.read)  # type: ignore[method-assign]
     assert embedder.run().embedded == 1
     with h5py.File(tmp_path / "out" / "a.h5") as file:
         name = "embedding" if settings.vector.layout == "own" else "features"
@@ -80,8 +80,8 @@ def wide(read: Any) -> Any:
     """The reader, with features in float64."""
 
     def read_wide(*arguments: Any) -> Any:
-        tiles = read(*arguments)
-        return tiles._replace(features=Wide(tiles.features))
+        sequence = read(*arguments)
+        return sequence._replace(slides=[x._replace(features=Wide(x.features)) for x in sequence.slides])
 
     return read_wide
 

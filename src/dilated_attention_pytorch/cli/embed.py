@@ -38,11 +38,11 @@ class Embed(EmbedSettings):
 
         dilated-attention embed h5_files/ --checkpoint slide_encoder.pth --output embeddings/ --tile-size 256
 
-    The output folder gets one file per slide, written atomically, and _embed.json with the settings.
-    Running the same command again embeds what is missing, also after it was killed; a slide whose file changed is
-    embedded again. Another slide of the same name needs another folder. Unreadable files are reported and skipped, and
-    nothing that `embed` did not write is replaced. Exit code: 0 if every slide is embedded, 1 if some were skipped, 2
-    if nothing could start, 130 after Ctrl-C.
+    The output folder gets one file per slide (with --patients, one per patient), written atomically, and _embed.json
+    with the settings. Running the same command again embeds what is missing, also after it was killed; a slide whose
+    file changed is embedded again. Another slide of the same name needs another folder. Unreadable files are reported
+    and skipped, and nothing that `embed` did not write is replaced. Exit code: 0 if every slide is embedded, 1 if some
+    were skipped, 2 if nothing could start, 130 after Ctrl-C.
     """
 
     slides: tyro.conf.Positional[tuple[Path, ...]]
@@ -73,6 +73,7 @@ class Embed(EmbedSettings):
         console = plain_console(width=120)
         errors = console if sys.stdout.isatty() and sys.stderr.isatty() else plain_console(file=sys.stderr)
         settings = EmbedSettings(**{one.name: getattr(self, one.name) for one in dataclasses.fields(EmbedSettings)})
+        what = "slides" if self.patients is None else "patients"
         embedder = Embedder(self.slides, self.checkpoint, self.output, settings)
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -86,7 +87,7 @@ class Embed(EmbedSettings):
 
             def report(done: TileProgress) -> None:
                 nonlocal last
-                slides = f"{done.slides:,} of {done.total_slides:,} slides"
+                slides = f"{done.slides:,} of {done.total_slides:,} {what}"
                 bars.update(bar, completed=done.tiles, total=done.total_tiles, description=slides)
                 if not console.is_terminal and time.monotonic() - last >= _LINE_SECONDS:
                     last = time.monotonic()
@@ -106,10 +107,10 @@ class Embed(EmbedSettings):
                     file=sys.stderr,
                 )
                 raise SystemExit(128 + signal.SIGINT) from None
-        rate = f", {60 * outcome.embedded / outcome.seconds:,.1f} slides a minute" if outcome.embedded else ""
+        rate = f", {60 * outcome.embedded / outcome.seconds:,.1f} {what} a minute" if outcome.embedded else ""
         others = f"{outcome.by_others:,} embedded meanwhile by other commands, " if outcome.by_others else ""
         console.print(
-            f"{outcome.embedded:,} slides of {outcome.tiles:,} tiles embedded in {outcome.seconds:,.1f} s{rate}; "
+            f"{outcome.embedded:,} {what} of {outcome.tiles:,} tiles embedded in {outcome.seconds:,.1f} s{rate}; "
             f"{outcome.kept:,} were there, {others}{len(outcome.failed):,} skipped; written: {self.output}",
             soft_wrap=True,
         )

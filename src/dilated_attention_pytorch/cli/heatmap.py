@@ -28,7 +28,9 @@ class Heatmap:
     file: tyro.conf.Positional[Path]
     """A file that `embed --maps`, `embed --rollout` or `finetune --maps` wrote."""
     output: Path | None = None
-    """Picture to write; the ending selects the format. Default: the file with the ending .png."""
+    """Picture to write; the ending selects the format. Default: beside the file, named after the slide."""
+    slide: str | None = None
+    """Slide of a patient (embed --patients). Default: the only one."""
     layer: int | None = None
     """Layer, from 1. Default: the last."""
     head: int | None = None
@@ -67,17 +69,17 @@ class Heatmap:
                 "--rollout and --contribution go through all layers and heads: leave out --layer and --head, and pass "
                 "one of the two"
             )
-        output = self.file.with_suffix(".png") if self.output is None else self.output
+        output = self.file.with_name(f"{self.slide or self.file.stem}.png") if self.output is None else self.output
         kinds = FigureCanvasBase.get_supported_filetypes()
         if output.suffix[1:].lower() not in kinds:
             raise RunError(f"--output {output}: pictures end in .{', .'.join(sorted(kinds))}")
         check_new_file(output)
-        scores = read_scores(self.file)
+        scores = read_scores(self.file, self.slide)
         if self.contribution is not None:
             values, what = of_contribution(scores, self.contribution)
         else:
             values, what = of_rollout(scores) if self.rollout else of_attention(scores, self.layer, self.head)
-        figure = draw(scores, values, f"{self.file.stem}: {what}", thumbnail=self.thumbnail)
+        figure = draw(scores, values, f"{self.slide or self.file.stem}: {what}", thumbnail=self.thumbnail)
         with replacing(output) as staged:
             figure.savefig(staged, format=output.suffix[1:].lower(), dpi=150)
         print(f"written: {output}")

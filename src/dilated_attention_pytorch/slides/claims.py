@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -23,7 +23,6 @@ class Claims:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CLAIMS_NAME
         self._held: dict[str, FileLock] = {}
-        self._taken: set[str] = set()
 
     def take(self, slide: str) -> bool:
         """Claim a slide; False if another command has it."""
@@ -34,25 +33,33 @@ class Claims:
         except Timeout:
             return False
         self._held[slide] = lock
-        self._taken.add(slide)
         return True
+
+    def is_free(self, slide: str) -> bool:
+        """Whether no other command has a slide now."""
+        is_free = self.take(slide)
+        if is_free:
+            self.release(slide)
+        return is_free
 
     def release(self, slide: str) -> None:
         """Give a slide back, finished or not."""
         self._held.pop(slide).release()
 
-    def end(self, *, is_complete: bool) -> None:
-        """Give all slides back; remove the files of this command's locks if it has nothing left to do.
-
-        A command that takes a slide afterwards finds it finished, or tries what failed here.
-        """
+    def release_all(self) -> None:
+        """Give all slides back."""
         for slide in [*self._held]:
             self.release(slide)
-        if is_complete:
-            for slide in self._taken:
-                self._file(slide).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty: other commands have locks there
-                self.folder.rmdir()
+
+    def remove(self, slides: Iterable[str]) -> None:
+        """Remove the locks of slides that have embeddings, or failed.
+
+        A command that takes such a slide afterwards finds it finished, or tries what failed here.
+        """
+        for slide in slides:
+            self._file(slide).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # missing, or not empty: other commands have locks there
+            self.folder.rmdir()
 
     def _file(self, slide: str) -> Path:
         return self.folder / f"{slide}.lock"
@@ -75,19 +82,26 @@ def part_of_launcher(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return (part + 1, parts) if 0 <= part < parts and parts > 1 else None
 
 
-def part_of(paths: dict[str, Path], part: int, parts: int) -> dict[str, Path]:
-    """Part ``part`` (from 1) of the slides: the largest file first, each to the part with the fewest bytes so far."""
+def local_process(environment: Mapping[str, str]) -> int:
+    """The number of the process on its machine, by the variables of torchrun and srun; 0 alone."""
+    values = (environment.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+    return next((int(value) for value in values if value.isdecimal()), 0)
+
+
+def part_of(inputs: Mapping[str, tuple[Path, ...]], part: int, parts: int) -> dict[str, tuple[Path, ...]]:
+    """Part ``part`` (from 1) of the inputs: the most bytes first, each to the part with the fewest bytes so far."""
     sizes = [0] * parts
-    found: dict[str, Path] = {}
-    for name, path in sorted(paths.items(), key=lambda item: (-_size(item[1]), item[0])):
+    found = []
+    of_input = {name: _size(paths) for name, paths in inputs.items()}
+    for name in sorted(inputs, key=lambda name: (-of_input[name], name)):
         least = sizes.index(min(sizes))
-        sizes[least] += _size(path)
+        sizes[least] += of_input[name]
         if least == part - 1:
-            found[name] = path
-    return dict(sorted(found.items()))
+            found.append(name)
+    return {name: inputs[name] for name in sorted(found)}
 
 
-def _size(path: Path) -> int:
+def _size(paths: Sequence[Path]) -> int:
     with contextlib.suppress(OSError):  # reported where it is read
-        return path.stat().st_size
+        return sum(path.stat().st_size for path in paths)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 
-from .contents import AGAIN, HDF5, SUFFIXES, number, read_content, text
+from .contents import AGAIN, HDF5, SUFFIXES, companions, number, read_content, text
 from .placement import placement
 
 _MOST_PIXELS = 2**31
@@ -44,6 +45,53 @@ class Slide(NamedTuple):
     """What the file says of its tiles, by the names of the tools."""
 
 
+class UnreadableFileError(RunError):
+    """A file cannot be used."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The files of one embedding, in order; if one changed, the embedding is made again."""
+
+    name: str
+    """Of the slide or the patient."""
+    source: tuple[str, ...]
+    """Absolute paths."""
+    source_bytes: tuple[int, ...]
+    source_mtime_ns: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, paths: Sequence[Path]) -> Source:
+        """The current versions of files and of their :func:`.contents.companions`.
+
+        Raises:
+            UnreadableFileError: a file is missing, for example behind a link.
+        """
+        stats = [[status_of(file) for file in (path, *companions(path))] for path in paths]
+        return Source(
+            name=name,
+            source=tuple(str(path.absolute()) for path in paths),
+            source_bytes=tuple(sum(status.st_size for status in of_file) for of_file in stats),
+            source_mtime_ns=tuple(max(status.st_mtime_ns for status in of_file) for of_file in stats),
+        )
+
+    @property
+    def versions(self) -> tuple[tuple[str, int, int], ...]:
+        """Slide, bytes and latest modification time of each file; a move of the folder does not change them."""
+        slides = (Path(source).stem for source in self.source)
+        return tuple(zip(slides, self.source_bytes, self.source_mtime_ns, strict=True))
+
+    def is_beside(self, other: Source) -> bool:
+        """Whether all its files still exist, and are others: moved files are not."""
+        return all(map(os.path.exists, self.source)) and not any(
+            is_same_file(one, another) for one in self.source for another in other.source
+        )
+
+
 def find_slides(paths: Sequence[Path]) -> dict[str, Path]:
     """The given files, and the files in given folders, by slide name.
 
@@ -68,13 +116,13 @@ def status_of(path: Path) -> os.stat_result:
     """The status of a file.
 
     Raises:
-        RunError: there is no such file, for example behind a link.
+        UnreadableFileError: there is no such file, for example behind a link.
     """
     try:
         return path.stat()
     except OSError as error:
-        raise RunError(
-            f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
+        raise UnreadableFileError(
+            path, f"it cannot be opened ({error.strerror}); copy it again, or mend the link if it is one"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,11 +40,15 @@ class TileScores(NamedTuple):
     """Width and height of the slide in the same pixels, if the file records them."""
 
 
-def read_scores(path: Path) -> TileScores:
+def read_scores(path: Path, slide: str | None = None) -> TileScores:
     """Read a file of ``embed --maps`` or ``finetune --maps``.
 
+    Args:
+        path: the file.
+        slide: the slide, in a file of a patient that has several.
+
     Raises:
-        RunError: it is not one; the message says what to do.
+        RunError: it is not one, or has no such slide; the message says what to do.
     """
     import h5py
 
@@ -54,7 +59,7 @@ def read_scores(path: Path) -> TileScores:
                     f"{path} holds no scores of tiles; write them with `dilated-attention embed --maps` or --rollout, "
                     "or `finetune --maps`"
                 )
-            attributes = file["coords"].attrs
+            rows, attributes = _of_slide(file, path, slide)
             attention, rollout, contribution = (
                 torch.from_numpy(file[name][()]) if name in file else None for name in _SCORES
             )
@@ -68,7 +73,7 @@ def read_scores(path: Path) -> TileScores:
                 int(attributes["patch_size_level0"]),
                 tuple(float(attributes[name]) for name in _SIZES) if set(_SIZES) <= attributes.keys() else None,  # type: ignore[arg-type]
             )
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+    except (OSError, KeyError, IndexError, RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, RunError):
             raise
         raise RunError(f"{path} cannot be read as a file of `embed --maps` ({first_line(error)})") from error
@@ -79,7 +84,30 @@ def read_scores(path: Path) -> TileScores:
                 f"{path} has {name} {list(values.shape)} and coords {list(scores.coordinates.shape)}, expected "
                 "[layers, heads, tiles], [tiles] of a rollout or [scores, tiles] of contributions, and [tiles, 2]"
             )
-    return scores
+    return scores._replace(
+        attention=None if attention is None else attention[..., rows],
+        rollout=None if rollout is None else rollout[rows],
+        contribution=None if contribution is None else contribution[:, rows],
+        coordinates=scores.coordinates[rows],
+    )
+
+
+def _of_slide(file: Any, path: Path, slide: str | None) -> tuple[Tensor | slice, Mapping[str, Any]]:
+    """The tiles of one slide in an HDF5 file, and the attributes of its coordinates."""
+    attributes = file["coords"].attrs
+    if "slide_index" not in file:
+        if slide not in (None, path.stem):
+            raise RunError(f"{path} is of one slide, {path.stem}; leave out --slide {slide}")
+        return slice(None), attributes
+    names = [Path(source).stem for source in file.attrs["source"]]
+    if slide is None and len(names) == 1:
+        slide = names[0]
+    if slide not in names:
+        raise RunError(f"{path} is of a patient with several slides: name one by --slide, of {', '.join(names)}")
+    index, of_tiles = names.index(slide), torch.from_numpy(file["slide_index"][()])
+    if of_tiles.shape != file["coords"].shape[:1]:
+        raise ValueError(f"slide_index {list(of_tiles.shape)} is not one number per tile")
+    return of_tiles == index, {name: of[index] for name, of in attributes.items()}
 
 
 _SCORES = ("attention", "rollout", "contribution")

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.training.run_settings import Device, check_choice
 from .encoder import Pooling
 from .tools import VECTORS, Like, Vector
 
+Engine = Literal["local", "ray"]
 FileKind = Literal["h5", "parquet"]
 EmbeddingPrecision = Literal["float32", "bfloat16", "float16"]
 _MOST_GIGABYTES = 2**30
@@ -56,6 +57,9 @@ class EmbedSettings:
     Zuidema 2020). It keeps the queries and keys of all layers in memory."""
     tiles: int | None = None
     """Also write the state of every tile after this layer (`states` [tiles, E]), 0 to the number of layers."""
+    patients: Path | None = None
+    """A CSV file with the columns `slide` and `patient`: the slides of a patient, in its order, are embedded as one
+    sequence, and the output folder gets one file per patient."""
     num_heads: int = 16
     """Heads of the encoder, which the weights do not determine: 16 in the released one."""
     prefix: str = ""
@@ -71,14 +75,24 @@ class EmbedSettings:
     """Memory limit in gigabytes besides the weights. Default: half of the free memory for a batch, all of it for a
     single slide. A slide that needs more is skipped."""
     threads: int = 0
-    """CPU threads; 0 leaves the number to PyTorch."""
+    """CPU threads; 0 leaves the number to PyTorch. Cores of each worker under `--engine ray` without GPUs; 0 is all of
+    a machine."""
     part: str | None = None
     """Embed one part of the slides alone: 3/16 is the third of 16 parts, which have about equally many tiles. Without
     it, commands over one output folder share all slides; those that torchrun, srun or a Slurm array started begin with
     a part each."""
+    engine: Engine = "local"
+    """"ray": embed by workers of a Ray cluster, one per GPU or per `--threads` cores. One that dies is replaced."""
+    ray_address: str | None = None
+    """Ray cluster, such as "auto" or ray://head:10001. Default: one on this machine, for this command."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("format", FileKind), ("device", Device), ("precision", EmbeddingPrecision)):
+        for name, choices in (
+            ("format", FileKind),
+            ("device", Device),
+            ("precision", EmbeddingPrecision),
+            ("engine", Engine),
+        ):
             check_choice(self, name, get_args(choices))
         for name, choices in (("like", Like), ("pooling", Pooling)):
             if getattr(self, name) is not None:
@@ -90,6 +104,8 @@ class EmbedSettings:
         for name, least in (("tile_size", 1), ("tile_spacing", 1), ("batch_tiles", 1), ("layer", 0), ("tiles", 0)):
             if getattr(self, name) is not None:
                 check_number(self, name, least=least)
+        if self.ray_address is not None and self.engine != "ray":
+            raise ValueError("ray_address is read by engine ray alone; set it, or leave ray_address out")
         if self.like is not None and (self.pooling is not None or self.layer is not None):
             name = "pooling" if self.pooling is not None else "layer"
             raise ValueError(f'{name} is set by like "{self.like}"; leave out one of them')
@@ -142,4 +158,5 @@ class EmbedSettings:
             **({"maps": True} if self.maps else {}),
             **({"rollout": True} if self.rollout else {}),
             **({"tiles": self.tiles} if self.tiles is not None else {}),
+            **({"patients": True} if self.patients is not None else {}),
         }

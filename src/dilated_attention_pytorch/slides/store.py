@@ -6,11 +6,11 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
@@ -23,9 +23,9 @@ from dilated_attention_pytorch.output import (
     sync,
 )
 
-from .contents import companions
 from .encoder import SlideEmbeddings
-from .files import is_same_file, status_of
+from .files import Source, is_same_file
+from .reading import TileSequence
 from .settings import FileKind
 from .tools import Layout
 
@@ -36,51 +36,11 @@ _OWN_NAMES = f"{SETTINGS_NAME}.*"
 _NOT_COMPARED = ("checkpoint",)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """The source file of an embedding; a changed file is embedded again."""
-
-    slide: str
-    source: str
-    source_bytes: int
-    source_mtime_ns: int
-
-    @staticmethod
-    def of(slide: str, path: Path) -> Source:
-        """The current version of a slide's file and of its :func:`.contents.companions`.
-
-        Raises:
-            RunError: there is no such file, for example behind a link.
-        """
-        stats = [status_of(file) for file in (path, *companions(path))]
-        return Source(
-            slide=slide,
-            source=str(path.absolute()),
-            source_bytes=sum(status.st_size for status in stats),
-            source_mtime_ns=max(status.st_mtime_ns for status in stats),
-        )
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Bytes and latest modification time, which do not change when a folder is moved."""
-        return self.source_bytes, self.source_mtime_ns
-
-    def is_beside(self, other: Source) -> bool:
-        """Whether its file still exists, and is another one: a moved file is not."""
-        return os.path.exists(self.source) and not is_same_file(self.source, other.source)
-
-
-class SlideResult(NamedTuple):
-    """What is computed of one slide, on the CPU."""
+class Result(NamedTuple):
+    """What is computed of one sequence, on the CPU."""
 
     embeddings: SlideEmbeddings
     """``[E]`` and ``[L + 1, E]`` in float32."""
-    coordinates: Tensor
-    """``[N, 2]``, as the file of the slide has them, in pixels."""
-    tile_size: int
-    """In the same pixels."""
-    attributes: Mapping[str, Any] = {}
-    """What the file says of its tiles."""
     of_tiles: Mapping[str, Tensor] = {}
     """Results per tile by name, float32: `attention` [L, H, N], `attention_to_class` [L, H],
     `rollout` [N], `states` [N, E]."""
@@ -93,12 +53,14 @@ class Store:
         folder: created by :meth:`begin` if missing.
         kind: file format.
         layout: names in the files; other than "own" in HDF5 only.
+        by_patient: whether the embeddings are of patients, each of several slides.
     """
 
-    def __init__(self, folder: Path, kind: FileKind, layout: Layout = "own") -> None:
+    def __init__(self, folder: Path, kind: FileKind, layout: Layout = "own", *, by_patient: bool = False) -> None:
         self.folder = folder
         self.kind: FileKind = kind
         self.layout: Layout = layout
+        self.by_patient = by_patient
 
     def check(self, made_with: Mapping[str, Any]) -> None:
         """Raise :class:`RunError` unless the folder is free, or holds embeddings made with the same settings."""
@@ -145,26 +107,27 @@ class Store:
             sync(self.folder)
         self.check(made_with)
 
-    def path(self, slide: str) -> Path:
-        """The output file of a slide."""
-        return self.folder / f"{slide}.{self.kind}"
+    def path(self, name: str) -> Path:
+        """The output file of a slide or patient."""
+        return self.folder / f"{name}.{self.kind}"
 
     def before(self, source: Source) -> Source | None:
-        """The source of the embedding that the folder holds under a slide's name, None if it holds none.
+        """The source of the embedding that the folder holds under a name, None if it holds none.
 
         Raises:
             RunError: the embedding cannot have its name, or something has it that no `embed` command wrote; that is
                 never replaced.
         """
-        path = self.path(source.slide)
+        path = self.path(source.name)
         _check_name(path, source.source)
         if not os.path.lexists(path):
             return None
-        if is_same_file(path, source.source):
+        if any(is_same_file(path, file) for file in source.source):
             raise RunError(f"it lies where its embedding would, in --output {self.folder}; pass another --output")
         source_of_embedding = None
         if path.is_file() and not path.is_symlink():
-            source_of_embedding = _source_in_h5(path) if self.kind == "h5" else _source_in_parquet(path)
+            read = _source_in_h5 if self.kind == "h5" else _source_in_parquet
+            source_of_embedding = read(path, self.by_patient)
         if source_of_embedding is None:
             raise RunError(
                 f"{path} is not an embedding that `embed` wrote, or it is damaged; it is not replaced: move it "
@@ -173,60 +136,91 @@ class Store:
         return source_of_embedding
 
     def is_of(self, before: Source | None, source: Source) -> bool:
-        """Whether an embedding is of the current version of a slide's file.
+        """Whether an embedding is of the current versions of the files.
 
         Args:
             before: the source of the embedding; None if there is none.
-            source: the file.
+            source: the files.
 
         Raises:
-            RunError: it is of another slide of the same name.
+            RunError: it is of another slide or patient of the same name.
         """
         if before is not None and before.is_beside(source):
+            expected, got = ", ".join(source.source), ", ".join(before.source)
+            what, renamed = ("patient", source.name) if self.by_patient else ("slide", expected)
             raise RunError(
-                f"--output {self.folder} holds the embedding of another slide {source.slide}: expected that of "
-                f"{source.source}, got that of {before.source}; pass another --output, or rename {source.source}"
+                f"--output {self.folder} holds the embedding of another {what} {source.name}: expected that of "
+                f"{expected}, got that of {got}; pass another --output, or rename {renamed}"
             )
-        return before is not None and before.version == source.version
+        return before is not None and before.versions == source.versions
 
-    def write(self, source: Source, result: SlideResult) -> None:
-        """Write one slide's result in place of an earlier one.
+    def write(self, sequence: TileSequence, result: Result) -> None:
+        """Write the result of a sequence in place of an earlier one.
 
         Raises:
             RunError: meanwhile something else has the name; it is not replaced.
         """
-        path = self.path(source.slide)
-        with replacing(path, check=lambda: self.before(source)) as staged:
+        path, recorded = self.path(sequence.source.name), _recorded(sequence.source, self.by_patient)
+        with replacing(path, check=lambda: self.before(sequence.source)) as staged:
             if self.kind == "h5":
-                _write_h5(staged, source, result, self.layout, path)
+                self._write_h5(staged, sequence, result, recorded)
             else:
-                _write_parquet(staged, source, len(result.coordinates), result.embeddings)
+                _write_parquet(staged, {**recorded, "tiles": sequence.num_tiles}, result.embeddings)
 
-    def write_geojson(self, source: Source, result: SlideResult) -> None:
+    def _write_h5(self, path: Path, sequence: TileSequence, result: Result, recorded: Mapping[str, Any]) -> None:
+        import h5py
+
+        buffer = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
+        with h5py.File(buffer, "w") as file:
+            vector = result.embeddings.embedding.numpy()
+            if self.layout == "own":
+                file["embedding"] = vector
+                file["layers"] = result.embeddings.layers.numpy()
+            else:
+                file["features"] = vector if self.layout == "trident" else vector[None]
+            if self.layout == "trident":
+                folder = str(self.folder.absolute())
+                file["features"].attrs.update({"name": sequence.source.name, "savetodir": folder})
+            for name, values in result.of_tiles.items():
+                file[name] = values.numpy()
+            if self.layout == "trident" or result.of_tiles:
+                file["coords"] = torch.cat([slide.slide.coordinates for slide in sequence.slides]).numpy()
+                file["coords"].attrs.update(_of_tiles(sequence, self.by_patient))
+                if self.by_patient:
+                    tiles = torch.tensor([len(slide.grid) for slide in sequence.slides])
+                    index = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(tiles)
+                    file["slide_index"] = index.numpy()
+            file.attrs.update({**recorded, "tiles": sequence.num_tiles})
+        path.write_bytes(buffer.getbuffer())
+
+    def write_geojson(self, sequence: TileSequence, result: Result) -> None:
         """Write the attention to every tile, the mean over the heads of each layer, for QuPath (0.4 or later).
 
-        A tile is a square in pixels of level 0, with one measurement per layer. Source: QuPath,
-        ``qupath/lib/io/QuPathTypeAdapters.java``.
+        Every slide whose pixels are those of level 0 gets a file. A tile is a square, with one measurement per layer.
+        Source: QuPath, ``qupath/lib/io/QuPathTypeAdapters.java``.
 
         Raises:
             RunError: something else has the name; it is not replaced.
         """
-        path = self.folder / f"{source.slide}.geojson"
-        attention = result.of_tiles["attention"].mean(1).T.tolist()  # [N][L]
-        size, features = result.tile_size, []
-        for (x, y), scores in zip(result.coordinates.tolist(), attention, strict=True):
-            ring = [[x, y], [x + size, y], [x + size, y + size], [x, y + size], [x, y]]
-            measurements = {f"attention layer {layer}": score for layer, score in enumerate(scores, start=1)}
-            features.append(
-                {
-                    "type": "Feature",
-                    "geometry": {"type": "Polygon", "coordinates": [ring]},
-                    "properties": {"objectType": "tile", "measurements": measurements},
-                }
-            )
-        collection = {"type": "FeatureCollection", "generator": _GENERATOR, "features": features}
-        with replacing(path, check=lambda: _check_generated(path)) as staged:
-            staged.write_text(json.dumps(collection), encoding="utf-8")
+        attention = result.of_tiles["attention"].mean(1).T.split([len(slide.grid) for slide in sequence.slides])
+        for slide, scores_of_tiles in zip(sequence.slides, attention, strict=True):
+            if "tile_size_um" in slide.slide.attributes:
+                continue
+            path = self.folder / f"{slide.path.stem}.geojson"
+            size, features = slide.tile_size, []
+            for (x, y), scores in zip(slide.slide.coordinates.tolist(), scores_of_tiles.tolist(), strict=True):
+                ring = [[x, y], [x + size, y], [x + size, y + size], [x, y + size], [x, y]]
+                measurements = {f"attention layer {layer}": score for layer, score in enumerate(scores, start=1)}
+                features.append(
+                    {
+                        "type": "Feature",
+                        "geometry": {"type": "Polygon", "coordinates": [ring]},
+                        "properties": {"objectType": "tile", "measurements": measurements},
+                    }
+                )
+            collection = {"type": "FeatureCollection", "generator": _GENERATOR, "features": features}
+            with replacing(path, check=lambda path=path: _check_generated(path)) as staged:  # type: ignore[misc]
+                staged.write_text(json.dumps(collection), encoding="utf-8")
 
 
 _GENERATOR = "dilated-attention embed"
@@ -234,10 +228,10 @@ _LONGEST_NAME = 255
 """Bytes of a file's name that file systems allow."""
 
 
-def _check_name(path: Path, source: str) -> None:
+def _check_name(path: Path, source: Sequence[str]) -> None:
     """Raise :class:`RunError` if readers of the folder would skip the file, or no file can have the name."""
     try:
-        source.encode()
+        "".join(source).encode()
     except UnicodeEncodeError as error:
         raise RunError("its path is not valid UTF-8, in which the embedding records it; rename it") from error
     if path.suffix == ".parquet" and path.name.startswith(("_", ".")):
@@ -273,41 +267,24 @@ def _name_first(staged: Path, file: Path) -> None:
         os.replace(staged, file)
 
 
-def _write_h5(path: Path, source: Source, result: SlideResult, layout: Layout, output: Path) -> None:
-    import h5py
-
-    buffer = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
-    with h5py.File(buffer, "w") as file:
-        vector = result.embeddings.embedding.numpy()
-        if layout == "own":
-            file["embedding"] = vector
-            file["layers"] = result.embeddings.layers.numpy()
-        else:
-            file["features"] = vector if layout == "trident" else vector[None]
-        if layout == "trident":
-            file["features"].attrs.update({"name": source.slide, "savetodir": str(output.parent)})
-        for name, values in result.of_tiles.items():
-            file[name] = values.numpy()
-        if layout == "trident" or result.of_tiles:
-            file["coords"] = result.coordinates.numpy()
-            recorded = {n: value for n, value in result.attributes.items() if isinstance(value, (str, int, float))}
-            file["coords"].attrs.update({**recorded, "patch_size_level0": result.tile_size})
-        file.attrs.update({**asdict(source), "tiles": len(result.coordinates)})
-    path.write_bytes(buffer.getbuffer())
+def _of_tiles(sequence: TileSequence, by_patient: bool) -> dict[str, Any]:
+    """What the files say of their tiles, as attributes; of a patient, what all slides have, a value for each."""
+    of_slides = [
+        {
+            name: value
+            for name, value in {**slide.slide.attributes, "patch_size_level0": slide.tile_size}.items()
+            if isinstance(value, (str, int, float))
+        }
+        for slide in sequence.slides
+    ]
+    first = of_slides[0]
+    if not by_patient:
+        return first
+    shared = [name for name, value in first.items() if all(type(one.get(name)) is type(value) for one in of_slides)]
+    return {name: [one[name] for one in of_slides] for name in shared}
 
 
-def _source_in_h5(path: Path) -> Source | None:
-    """The stored :class:`Source`; None for a damaged file."""
-    import h5py
-
-    try:
-        with h5py.File(path, "r") as file:
-            return _source(file.attrs) if file.keys() & {"embedding", "features"} else None
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError):
-        return None
-
-
-def _write_parquet(path: Path, source: Source, tiles: int, embeddings: SlideEmbeddings) -> None:
+def _write_parquet(path: Path, recorded: Mapping[str, Any], embeddings: SlideEmbeddings) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -315,30 +292,56 @@ def _write_parquet(path: Path, source: Source, tiles: int, embeddings: SlideEmbe
         kind = pyarrow.list_(pyarrow.float32(), value.shape[0])
         return pyarrow.array([value.numpy()], type=kind)
 
-    columns = {name: pyarrow.array([value]) for name, value in asdict(source).items()}
-    columns |= {"tiles": pyarrow.array([tiles]), "embedding": column(embeddings.embedding)}
+    columns = {name: pyarrow.array([value]) for name, value in recorded.items()}
+    columns |= {"embedding": column(embeddings.embedding)}
     columns |= {f"layer_{layer}": column(value) for layer, value in enumerate(embeddings.layers)}
     parquet.write_table(pyarrow.table(columns), path)
 
 
-def _source_in_parquet(path: Path) -> Source | None:
+def _recorded(source: Source, by_patient: bool) -> dict[str, Any]:
+    """A source as attributes or columns; of a patient, each is a list."""
+    files = {name: getattr(source, name) for name in _OF_FILES}
+    if by_patient:
+        return {"patient": source.name, **{name: list(values) for name, values in files.items()}}
+    return {"slide": source.name, **{name: value for name, (value,) in files.items()}}
+
+
+_OF_FILES = ("source", "source_bytes", "source_mtime_ns")
+
+
+def _source_in_h5(path: Path, by_patient: bool) -> Source | None:
+    """The stored :class:`Source`; None for a damaged file."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            return _source(file.attrs, by_patient) if file.keys() & {"embedding", "features"} else None
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError):
+        return None
+
+
+def _source_in_parquet(path: Path, by_patient: bool) -> Source | None:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        columns = [field.name for field in fields(Source)]
-        return _source(parquet.read_table(path, columns=columns).to_pylist()[0])
-    except (OSError, KeyError, IndexError, TypeError, pyarrow.ArrowException):
+        columns = ["patient" if by_patient else "slide", *_OF_FILES]
+        return _source(parquet.read_table(path, columns=columns).to_pylist()[0], by_patient)
+    except (OSError, KeyError, IndexError, ValueError, TypeError, pyarrow.ArrowException):
         return None
 
 
-def _source(stored: Mapping[str, Any]) -> Source:
+def _source(stored: Mapping[str, Any], by_patient: bool) -> Source:
     """The source of an embedding; raises ``KeyError`` or ``TypeError`` for other contents."""
+    name = str(stored["patient" if by_patient else "slide"])
+    source, sizes, times = (stored[one] if by_patient else [stored[one]] for one in _OF_FILES)
+    if not len(source) == len(sizes) == len(times):
+        raise TypeError("expected as many sizes and times as files")
     return Source(
-        slide=str(stored["slide"]),
-        source=str(stored["source"]),
-        source_bytes=int(stored["source_bytes"]),
-        source_mtime_ns=int(stored["source_mtime_ns"]),
+        name=name,
+        source=tuple(map(str, source)),
+        source_bytes=tuple(map(int, sizes)),
+        source_mtime_ns=tuple(map(int, times)),
     )
 
 

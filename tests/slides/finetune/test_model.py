@@ -113,7 +113,7 @@ def test_a_step_that_computes_cases_again_has_the_gradients_of_all_at_once(task:
     labels = Labels(task, cases, targets[task], ("a", "b"))
     encoder = load_slide_encoder(cohort.weights, config=CONFIG)
     paths = {path.stem: path for path in cohort.features.iterdir()}
-    files = CaseFiles(paths, encoder, small_settings().of_reading())
+    files = CaseFiles(paths, encoder.config, small_settings().of_reading())
     inputs = Inputs(labels=labels, files=files, vectors=None, device=torch.device("cpu"), precision="float32")
     torch.manual_seed(1)
     model = SlideModel(encoder, CONFIG.embed_dim, (1, 2), labels.num_outputs).train()
@@ -126,7 +126,7 @@ def test_a_step_that_computes_cases_again_has_the_gradients_of_all_at_once(task:
     torch.manual_seed(2)
     read = [files.read(case) for case in cases]
     loss(torch.cat([model(one.features, one.grid) for one in read]), targets[task]).backward()
-    assert seen == [len(one.features) for one in read]
+    assert seen == [one.num_tiles for one in read]
     for got, parameter in zip(found, model.parameters(), strict=True):
         assert (got is None) == (parameter.grad is None)
         if got is not None:

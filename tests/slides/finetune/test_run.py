@@ -94,7 +94,6 @@ def test_the_weights_are_those_of_the_predictions_and_embed_takes_them(
         torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
     settings = EmbedSettings(prefix="slide_encoder.")
     embedder = Embedder([cohort.features], folder / "model.safetensors", tmp_path / "embeddings", settings)
-    embedder._limits = lambda say: None  # type: ignore[method-assign]
     assert embedder.run().embedded == SLIDES
 
 
@@ -273,7 +272,6 @@ def test_training_ends_when_the_metric_does_not_rise(cohort: Cohort, tmp_path: P
 
 def test_a_frozen_encoder_is_that_of_embed_and_only_the_classifier_is_trained(cohort: Cohort, tmp_path: Path) -> None:
     embedder = Embedder([cohort.features], cohort.weights, tmp_path / "embeddings", EmbedSettings(device="cpu"))
-    embedder._limits = lambda say: None  # type: ignore[method-assign]
     embedder.run()
     changes = {"freeze": True, "epochs": 20, "learning_rate": 1e-2}
     cohort.tuner(tmp_path / "tiles", **changes).run()

@@ -5,29 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError, first_line
 from dilated_attention_pytorch.slides.contents import HDF5, num_tiles
-from dilated_attention_pytorch.slides.embedding import Embedder, TileRows
-from dilated_attention_pytorch.slides.encoder import SlideEncoder
+from dilated_attention_pytorch.slides.encoder import SlideEncoderConfig
+from dilated_attention_pytorch.slides.files import UnreadableFileError
+from dilated_attention_pytorch.slides.reading import TileSequence, read_sequence
 from dilated_attention_pytorch.slides.settings import EmbedSettings
-from dilated_attention_pytorch.slides.store import Source
 
 from .labels import Case, Labels
-
-
-class Tiles(NamedTuple):
-    """The tiles of a case as one sequence."""
-
-    features: Tensor
-    """``[N, C]`` in float32: the slides one after another."""
-    grid: Tensor
-    """``[N, 2]``, each tile's position on its own slide, in tiles."""
-    slides: list[TileRows]
 
 
 class CaseFiles:
@@ -35,49 +24,27 @@ class CaseFiles:
 
     Args:
         paths: files by slide.
-        encoder: the encoder that takes them.
-        settings: what the files must agree with, as for :class:`Embedder`.
+        config: the encoder that takes them.
+        settings: what the files must agree with, as for :class:`.embedding.Embedder`.
     """
 
-    def __init__(self, paths: Mapping[str, Path], encoder: SlideEncoder, settings: EmbedSettings) -> None:
-        self.paths = paths
-        self._reader = _Reader(encoder, settings)
+    def __init__(self, paths: Mapping[str, Path], config: SlideEncoderConfig, settings: EmbedSettings) -> None:
+        self.paths, self.config, self.settings = paths, config, settings
 
-    def read(self, case: Case) -> Tiles:
-        """Read the slides of a case.
+    def read(self, case: Case) -> TileSequence:
+        """Read the slides of a case as one sequence, each tile at its place on its own slide.
 
         Raises:
             RunError: a file is damaged or does not match the encoder.
         """
-        slides = []
-        for name in case.slides:
-            path = self.paths[name]
-            try:
-                slides.append(self._reader.read(name, path))
-            except RunError as error:
-                raise RunError(f"slide {name} ({path}): {error}") from error
-        features, grid = (
-            torch.cat(parts) for parts in zip(*((s.features.float(), s.grid) for s in slides), strict=True)
-        )
-        return Tiles(features, grid, slides)
-
-    def pooled_rows(self, tiles: int) -> Tensor:
-        """What the vector of a case of so many tiles is pooled from, for :func:`attention_rollout`."""
-        return self._reader._pooled_rows([(0, tiles + 1)])
+        try:
+            return read_sequence(case.name, [self.paths[name] for name in case.slides], self.config, self.settings)
+        except UnreadableFileError as error:
+            raise RunError(f"slide {error.path.stem} ({error.path}): {error}") from error
 
     def num_tiles(self, case: Case) -> int:
         """Tiles of a case, from the heads of its files; 0 for a file that cannot be read."""
         return sum(num_tiles(self.paths[name]) for name in case.slides)
-
-
-class _Reader(Embedder):
-    """The part of :class:`Embedder` that reads files and checks them against an encoder."""
-
-    def __init__(self, encoder: SlideEncoder, settings: EmbedSettings) -> None:
-        self.encoder, self.settings = encoder, settings
-
-    def read(self, name: str, path: Path) -> TileRows:
-        return self._read(Source.of(name, path), path)
 
 
 class CaseEmbeddings:

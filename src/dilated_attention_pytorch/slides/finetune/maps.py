@@ -13,7 +13,8 @@ from torch import Tensor
 from dilated_attention_pytorch.ops import attention_calls, attention_rollout
 from dilated_attention_pytorch.output import make_output, replacing
 from dilated_attention_pytorch.slides.contribution import gradient_times_input
-from dilated_attention_pytorch.slides.embedding import TileRows
+from dilated_attention_pytorch.slides.reading import TileRows
+from dilated_attention_pytorch.slides.worker import pooled_rows
 from dilated_attention_pytorch.training.autocast import autocast
 
 from .model import SlideModel
@@ -47,12 +48,13 @@ def write_maps(
                 model(features, grid)
                 used = calls[: max(model.layers)]
                 if used:
-                    of_tiles["rollout"] = attention_rollout(used, inputs.files.pooled_rows(len(features)))[0, 0, 1:]
+                    pooled = pooled_rows([(0, len(features) + 1)], inputs.files.config.pooling)
+                    of_tiles["rollout"] = attention_rollout(used, pooled)[0, 0, 1:]
             lengths = [len(slide.features) for slide in tiles.slides]
             parts = {name: values.float().cpu().split(lengths, dim=-1) for name, values in of_tiles.items()}
             for index, (path, slide) in enumerate(zip(paths, tiles.slides, strict=True)):
                 _write(path, slide, {name: values[index] for name, values in parts.items()}, inputs.labels.classes)
-        done(len(tiles.features))
+        done(tiles.num_tiles)
 
 
 def _write(path: Path, slide: TileRows, of_tiles: dict[str, Tensor], classes: Sequence[str]) -> None:

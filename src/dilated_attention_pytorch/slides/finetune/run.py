@@ -24,7 +24,7 @@ from dilated_attention_pytorch.memory import free_memory, in_bytes, return_freed
 from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, write_text
 from dilated_attention_pytorch.slides.checkpoint import load_slide_encoder
 from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderConfig
-from dilated_attention_pytorch.slides.files import find_slides, status_of
+from dilated_attention_pytorch.slides.files import Source, find_slides
 from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
 
 from .cases import CaseEmbeddings, CaseFiles, are_embeddings, without, without_missing
@@ -100,7 +100,7 @@ class Finetuner:
                 split_column=settings.split_column,
                 by_patient=settings.by_patient,
             )
-        paths = find_slides(slides)
+        paths = {name: path for name, path in find_slides(slides).items() if path.exists()}  # not a dangling link
         self.labels, self.left_out = without_missing(read, paths, may_skip=settings.skip_missing)
         self.paths = {name: paths[name] for case in self.labels.cases for name in case.slides}
         self.has_embeddings = are_embeddings(self.paths)
@@ -110,7 +110,9 @@ class Finetuner:
             **settings.of_result(),
             "labels": _digest(labels.read_bytes()),
             "checkpoint": None if checkpoint is None else _digest(checkpoint.read_bytes()),
-            "slides": _digest(json.dumps({n: status_of(p).st_size for n, p in self.paths.items()}).encode()),
+            "slides": _digest(
+                json.dumps([(n, Source.of(n, [p]).source_bytes) for n, p in self.paths.items()]).encode()
+            ),
         }
         self._before = self._check_folder()
         self._leave_out((self._before or {}).get("left_out", []))
@@ -204,7 +206,9 @@ class Finetuner:
             RunError: a slide cannot be read, the memory does not suffice, or the loss is not finite.
         """
         make_output(self.output)
-        files = None if self.encoder is None else CaseFiles(self.paths, self.encoder, self.settings.of_reading())
+        files = None
+        if self.encoder is not None:
+            files = CaseFiles(self.paths, self.encoder.config, self.settings.of_reading())
         if self._before is None:
             self._check_files(files, say, progress)
         if files is not None and any(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs()):
@@ -259,7 +263,7 @@ class Finetuner:
                 if files is None:
                     embeddings.read(case)
                 else:
-                    done += len(files.read(case).features)
+                    done += files.read(case).num_tiles
                     progress(FinetuneProgress("reading", done, total))
             except RunError as error:
                 problems[case.name] = str(error)

@@ -73,7 +73,7 @@ class Inputs:
         assert self.files is not None
         tiles = self.files.read(self.labels.cases[case])
         scores: Tensor = model(tiles.features.to(self.device), tiles.grid.to(self.device))
-        done(len(tiles.features))
+        done(tiles.num_tiles)
         return scores
 
 

@@ -61,7 +61,7 @@ def computed_vectors(
                     "--output, or extract its features again"
                 )
             vectors.append(vector)
-            done += len(tiles.features)
+            done += tiles.num_tiles
             report(done)
             if time.monotonic() - last > _SAVE_SECONDS or len(vectors) == len(cases):
                 last = time.monotonic()
