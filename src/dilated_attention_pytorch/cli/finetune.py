@@ -123,6 +123,6 @@ class Finetune(FinetuneSettings):
                 f"{name}: {of['value']:.3f} ({of['low']:.3f} to {of['high']:.3f}, 95 % of resamples of patients)"
             )
         console.print(
-            f"{outcome.runs:,} runs trained, {outcome.total - outcome.runs:,} were there; written: {self.output}",
+            f"runs trained: {outcome.runs:,}; there before: {outcome.total - outcome.runs:,}; written: {self.output}",
             soft_wrap=True,
         )

@@ -256,6 +256,20 @@ def test_a_damaged_checkpoint_is_not_taken(cohort: Cohort, tmp_path: Path) -> No
     assert results_of(output) == results_of(tmp_path / "alone")
 
 
+def test_a_checkpoint_that_cannot_be_written_is_a_sentence(
+    cohort: Cohort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.FinetuneTrainer, "_save_optimizer_and_scheduler", no_space)
+    said = refusal(cohort, tmp_path / "out", epochs=1)
+    assert "the checkpoint of step 1 cannot be written" in said
+    assert "(unexpected pos 64 vs 0); make room on the disk" in said
+    assert not [*(tmp_path / "out" / "fold1-seed0").glob(".unfinished*")]
+
+
+def no_space(self: trainer.FinetuneTrainer, folder: str) -> None:
+    raise RuntimeError("unexpected pos 64 vs 0")  # PyTorch's words on a full disk
+
+
 @pytest.mark.slow
 def test_training_ends_when_the_metric_does_not_rise(cohort: Cohort, tmp_path: Path) -> None:
     changes = {"epochs": 9, "patience": 2, "learning_rate": 1e-9}
@@ -277,6 +291,9 @@ def test_a_frozen_encoder_is_that_of_embed_and_only_the_classifier_is_trained(co
     cohort.tuner(tmp_path / "tiles", **changes).run()
     settings = small_settings(**changes)
     Finetuner([tmp_path / "embeddings"], cohort.labels, None, tmp_path / "probe", settings).run()
+    settings = small_settings(pooling="mean", **changes)
+    with pytest.raises(RunError, match="the embeddings are of --pooling class, got mean"):
+        Finetuner([tmp_path / "embeddings"], cohort.labels, None, tmp_path / "mean", settings)
     one, other = (predictions(tmp_path / name / "fold1-seed0") for name in ("tiles", "probe"))
     for row, again in zip(one, other, strict=True):
         assert row["case"] == again["case"]
@@ -440,7 +457,7 @@ def test_the_command_runs_and_ctrl_c_is_a_sentence(
     main(words)
     said = capsys.readouterr().out
     assert "auroc:" in said
-    assert "1 runs trained, 0 were there" in said
+    assert "runs trained: 1; there before: 0" in said
     monkeypatch.setattr(Finetuner, "run", interrupted)
     with pytest.raises(SystemExit) as left:
         main(words)

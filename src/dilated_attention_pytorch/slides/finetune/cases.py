@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dilated_attention_pytorch.slides.encoder import SlideEncoderConfig
 from dilated_attention_pytorch.slides.files import UnreadableFileError
 from dilated_attention_pytorch.slides.reading import TileSequence, read_sequence
 from dilated_attention_pytorch.slides.settings import EmbedSettings
+from dilated_attention_pytorch.slides.store import SETTINGS_NAME
 
 from .labels import Case, Labels
 
@@ -74,6 +76,15 @@ def are_embeddings(paths: Mapping[str, Path]) -> bool:
             return "layers" in file and "features" not in file
     except OSError:
         return False  # reported where it is read
+
+
+def pooling_of(paths: Mapping[str, Path]) -> str | None:
+    """How the vectors of the first file were pooled, if the folder of `embed` is whole."""
+    file = next(iter(paths.values())).with_name(SETTINGS_NAME)
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["pooling"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _layers(path: Path) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.output import replacing, write_text
@@ -24,6 +24,13 @@ from .page import Record, RunRecord
 
 RUN_NAME, WEIGHTS_NAME, PREDICTIONS_NAME = "run.json", "model.safetensors", "predictions.csv"
 METRICS_NAME, MAPS_NAME = "metrics.json", "maps"
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file of safetensors atomically."""
+    with replacing(path) as staged:
+        # safetensors' own function for files raises no OSError on a full disk, and lets the owner alone read them.
+        staged.write_bytes(save(tensors))
 
 
 def write_weights(model: SlideModel, folder: Path, standard: tuple[Tensor, Tensor] | None) -> None:
@@ -42,8 +49,7 @@ def write_weights(model: SlideModel, folder: Path, standard: tuple[Tensor, Tenso
         with torch.no_grad():
             linear.weight.mul_(deviation[:, None])
             linear.bias.mul_(deviation).add_(mean)
-    with replacing(folder / WEIGHTS_NAME) as staged:
-        save_file(model.state_dict(), staged)
+    write_tensors(folder / WEIGHTS_NAME, model.state_dict())
 
 
 def write_run(

@@ -27,7 +27,7 @@ from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderC
 from dilated_attention_pytorch.slides.files import Source, find_slides
 from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
 
-from .cases import CaseEmbeddings, CaseFiles, are_embeddings, without, without_missing
+from .cases import CaseEmbeddings, CaseFiles, are_embeddings, pooling_of, without, without_missing
 from .labels import read_labels
 from .maps import write_maps
 from .metrics import BEST
@@ -127,6 +127,10 @@ class Finetuner:
                 raise RunError(
                     f"{flag} needs the tiles of the slides, and the files given are embeddings: {remedy}, or pass the "
                     "folder of tile features"
+                )
+            if (pooled := pooling_of(self.paths)) not in (None, settings.pooling):
+                raise RunError(
+                    f"the embeddings are of --pooling {pooled}, got {settings.pooling}: pass --pooling {pooled}"
                 )
             if self.checkpoint is not None:
                 raise RunError("--checkpoint is for tile features, and the files given are embeddings: leave it out")
@@ -355,7 +359,7 @@ class Finetuner:
         model.slide_encoder.gradient_checkpointing_enable()
         total = sum(inputs.files.num_tiles(self.labels.cases[case]) for case in split.test)
         counted = _Counted(f"maps of {folder.name}", total, progress)
-        write_maps(model, inputs, split.test, folder / MAPS_NAME, lambda tiles: counted.add(1, tiles))
+        write_maps(model, inputs, split.test, folder / MAPS_NAME, counted.add)
 
     def _check_memory(self, files: CaseFiles, say: Callable[[str], None]) -> None:
         """Raise :class:`RunError` if the largest case does not fit into memory."""
@@ -400,11 +404,12 @@ class _Counted:
         self._run, self._total, self._report = run, total, report
         self._epoch = self._tiles = 0
 
-    def add(self, epoch: int, tiles: int) -> None:
+    def add(self, tiles: int, epoch: int = 0) -> None:
         if epoch != self._epoch:
             self._epoch, self._tiles = epoch, 0
         self._tiles += tiles
-        self._report(FinetuneProgress(f"{self._run}, epoch {epoch}", self._tiles, self._total))
+        of_epoch = f", epoch {epoch}" if epoch else ""
+        self._report(FinetuneProgress(f"{self._run}{of_epoch}", self._tiles, self._total))
 
 
 @contextmanager

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 
-from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.output import replacing, sync
+from dilated_attention_pytorch.errors import RunError, first_line
+from dilated_attention_pytorch.output import sync
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.checkpoint import STATE_NAME, clear, newest_intact
 from dilated_attention_pytorch.training.manifest import verify_manifest, write_manifest
@@ -25,6 +26,7 @@ from .cases import CaseFiles
 from .labels import Labels
 from .metrics import BEST, metrics
 from .model import SlideModel, loss_of, parameter_groups, standard
+from .results import write_tensors
 from .settings import FinetuneSettings
 from .splits import Split
 
@@ -87,7 +89,7 @@ class FinetuneTrainer(Trainer):
         settings: settings of the run.
         seed: seed of the run.
         folder: its folder.
-        report: called with the epoch (from 1) and the tiles of a case that is computed.
+        report: called with the tiles of a case that is computed, and the epoch (from 1).
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class FinetuneTrainer(Trainer):
         """
         cases = inputs["cases"].tolist()
         epoch = int(self.state.epoch or 0) + 1
-        scores = self.inputs.scores(model, cases, lambda tiles: self.report(epoch, tiles))
+        scores = self.inputs.scores(model, cases, lambda tiles: self.report(tiles, epoch))
         loss = self.loss(scores, self.inputs.labels.targets[cases].to(scores.device))
         if not math.isfinite(loss.item()):
             first = self.inputs.labels.cases[cases[0]].name
@@ -195,8 +197,7 @@ class FinetuneTrainer(Trainer):
         epochs = epochs_of(self.state.log_history)
         if best_epoch(epochs, BEST[labels.task]) == len(epochs):
             assert self.model is not None
-            with replacing(self.folder / BEST_NAME) as staged:
-                save_file(self.model.state_dict(), staged)
+            write_tensors(self.folder / BEST_NAME, self.model.state_dict())
         self.control.should_training_stop |= self._is_late(epochs)
         return {}
 
@@ -204,11 +205,21 @@ class FinetuneTrainer(Trainer):
         return str(self._output)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint aside, and give it its name when it is complete on the disk; remove the one before."""
+        """Write a checkpoint aside, and give it its name when it is complete on the disk; remove the one before.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         self._output = self.folder / _STAGING
         try:
             clear(self._output)
             super()._save_checkpoint(model, trial)
+        except (RuntimeError, SafetensorError) as error:  # torch and safetensors raise no OSError on a full disk
+            clear(self._output)
+            raise RunError(
+                f"the checkpoint of step {self.state.global_step} cannot be written to {self.folder} "
+                f"({first_line(error)}); make room on the disk and run the same command again"
+            ) from error
         finally:
             self._output = self.folder
         name = f"checkpoint-{self.state.global_step}"

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.training.autocast import autocast
 
 from .cases import CaseEmbeddings, CaseFiles
 from .labels import Case
 from .model import SlideModel
+from .results import write_tensors
 
 _SAVE_SECONDS = 5.0
 """Between two writes of the file."""
@@ -65,8 +65,7 @@ def computed_vectors(
             report(done)
             if time.monotonic() - last > _SAVE_SECONDS or len(vectors) == len(cases):
                 last = time.monotonic()
-                with replacing(path) as staged:
-                    save_file({"vectors": torch.stack(vectors)}, staged)
+                write_tensors(path, {"vectors": torch.stack(vectors)})
     return torch.stack(vectors)
 
 
