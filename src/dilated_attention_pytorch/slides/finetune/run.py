@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, set_threads
-from dilated_attention_pytorch.memory import free_memory, in_bytes, return_freed_blocks
+from dilated_attention_pytorch.memory import free_memory, in_bytes, is_out_of_memory, return_freed_blocks
 from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, write_text
 from dilated_attention_pytorch.slides.checkpoint import load_slide_encoder
 from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderConfig
@@ -151,6 +151,8 @@ class Finetuner:
         last = encoder.config.num_layers
         if max(settings.layers) > last:
             raise RunError(f"--layers must be 0 to {last}, the layers of {self.checkpoint}, got {max(settings.layers)}")
+        if settings.lora is not None and settings.lora > encoder.config.embed_dim:
+            raise RunError(f"--lora must be at most {encoder.config.embed_dim}, the width, got {settings.lora}")
         return encoder.to(self.device)
 
     def _check_folder(self) -> dict[str, Any] | None:
@@ -333,7 +335,15 @@ class Finetuner:
             folder=folder,
             report=counted.add,
         )
-        epochs = trainer.run()
+        try:
+            epochs = trainer.run()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"memory ran out in {folder}: end other programs, or use a device with more, and run the same command "
+                "again; --precision bfloat16 takes less, with another --output"
+            ) from error
         parts = {
             part: (cases, trainer.predict_scores(cases))
             for part, cases in (("validation", split.validation), ("test", split.test))

@@ -14,6 +14,7 @@ from .labels import Task
 FinetunePrecision = Literal["float32", "bfloat16"]
 _BASE_RATE = 0.002
 _OF_CASES = 256
+_MOST = 10**6
 _NOT_BINDING = ("device", "threads", "maps", "skip_missing")
 """Options that a later command over the same folder may change."""
 
@@ -117,15 +118,15 @@ class FinetuneSettings:
         for name, choices in (("precision", FinetunePrecision), ("device", Device), ("pooling", Pooling)):
             check_choice(self, name, get_args(choices))
         for name in ("folds", "patience", "cases_per_step"):
-            check_number(self, name, least=1)
+            check_number(self, name, least=1, most=_MOST)
         for name, value in (("epochs", self.epochs), ("lora", self.lora)):
             if value is not None:
-                check_number(self, name, least=1)
+                check_number(self, name, least=1, most=_MOST)
         for name in ("validation", "dropout", "drop_path"):
             check_number(self, name, least=0, below=1)
         check_number(self, "test", above=0, below=1)
         for name in ("warmup_epochs", "weight_decay"):
-            check_number(self, name, least=0)
+            check_number(self, name, least=0, most=_MOST)
         check_number(self, "layer_decay", above=0, most=1)
         check_number(self, "split_seed", least=0, most=LARGEST_SEED)
         if self.learning_rate is not None:

@@ -32,6 +32,7 @@ from .splits import Split
 
 BEST_NAME = "best.safetensors"
 """All weights after the best epoch until now."""
+_SLOWER = "lower --learning-rate or raise --warmup-epochs, with another --output"
 _STAGING = ".unfinished"
 _PICKLED = "training_args.bin"
 """Of transformers; nothing reads it."""
@@ -130,6 +131,8 @@ class FinetuneTrainer(Trainer):
         assert self.model is not None
         start, _ = newest_intact(self.folder, _verify)
         epochs = []
+        if not (self.folder / BEST_NAME).is_file():
+            start = None
         if start is not None:
             epochs = epochs_of(TrainerState.load_from_json(str(start / STATE_NAME)).log_history)
         if len(epochs) < self.settings.num_epochs and not self._is_late(epochs):
@@ -174,18 +177,21 @@ class FinetuneTrainer(Trainer):
         loss = self.loss(scores, self.inputs.labels.targets[cases].to(scores.device))
         if not math.isfinite(loss.item()):
             first = self.inputs.labels.cases[cases[0]].name
-            raise RunError(
-                f"the loss is {loss.item()} in epoch {epoch} at case {first}; lower --learning-rate or raise "
-                "--warmup-epochs, into another --output"
-            )
+            raise RunError(f"the loss is {loss.item()} in epoch {epoch} at case {first}; {_SLOWER}")
         return loss
 
     def predict_scores(self, cases: Sequence[int]) -> Tensor:
-        """Scores ``[n, K]`` on the CPU, in the units of the targets."""
+        """Scores ``[n, K]`` on the CPU, in the units of the targets.
+
+        Raises:
+            RunError: they are not finite.
+        """
         assert isinstance(self.model, SlideModel)
         self.model.eval()
         with torch.no_grad():
             scores = self.inputs.scores(self.model, cases).cpu()
+        if not bool(scores.isfinite().all()):
+            raise RunError(f"scores are not finite after step {self.state.global_step}; {_SLOWER}")
         return scores if self.standard is None else scores * self.standard[1] + self.standard[0]
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
