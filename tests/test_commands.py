@@ -130,7 +130,7 @@ OTHERS = "a program that is not this package's"
 NO_COMMAND, A_NAME = "no command yet", "a name in a sentence"
 ROWS = [
     Row(r"dilated-attention(-?\.\.\.| \.\.\.| COMMAND --help)?", lambda _: program(["", "--help"]), NO_COMMAND),
-    Row(r"dilated-attention (bench|diagnose|embed|eval|extend|heatmap|plan|profile|show|tokenizer|train|tune)", to_help, A_NAME),
+    Row(r"dilated-attention (bench|diagnose|embed|eval|extend|finetune|heatmap|plan|profile|show|tokenizer|train|tune)", to_help, A_NAME),
     Row(r"dilated-attention train .*(--track wandb|--offload|zero\d).*", None, "needs W&B, MLflow or DeepSpeed: its flags are parsed"),
     Row(r"dilated-attention train .*", train),
     Row(r"dilated-attention generate .*", flags(max_new_tokens="5", device="cpu")),
@@ -144,6 +144,9 @@ ROWS = [
     Row(r"dilated-attention plan .*--changes.*", None, "plans dozens of runs, as tests/estimate does: its flags are parsed"),
     Row(r"dilated-attention plan .*--preset gpu.*", flags(preset="tiny", context_length="256")),
     Row(r"dilated-attention plan --model .*", flags(context_length="128", pattern="DilatedPattern([16,32],[1,2])")),
+    Row(r"dilated-attention finetune .*--freeze.*", flags(layers="1", epochs="2", test="0.4", device="cpu")),
+    Row(r"dilated-attention finetune .*", flags(layers="1", epochs="1", folds=None, test="0.4", device="cpu")),
+    Row(r"dilated-attention heatmap .*--contribution.*", None, "needs a trained model, as tests/slides/finetune does: its flags are parsed"),
     Row(r"dilated-attention embed .*--engine ray.*", None, "starts a Ray cluster, as tests/slides/test_ray.py does: its flags are parsed"),
     Row(r"dilated-attention (plan --help|show .*|info|build|diagnose .*|profile .*|report .*|embed .*|heatmap .*)", program),
     Row(r"torchrun .* embed .*", None, "tests/slides/test_sharing.py starts processes: its flags are parsed"),
@@ -271,7 +274,9 @@ def make_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         world / "my/llama"
     )
     for folder in ("features", "features_gigapath"):
-        made_slides.write_slides(world / folder, [5, 3])
+        made_slides.write_slides(world / folder, [5, 3, 4, 6, 5, 4])
+    lines = [f"slide{number},{('low', 'high')[number % 2]}" for number in range(6)]
+    (world / "labels.csv").write_text("\n".join(["slide,label", *lines]))
     weights = made_slides.checkpoint(world)
     for folder in ("embeddings", "maps"):
         Embedder([world / "features"], weights, world / folder, EmbedSettings(maps=True, rollout=True)).run()

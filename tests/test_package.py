@@ -44,6 +44,7 @@ ALLOWED = {
     "slides": {
         *ORDER,
         "errors",
+        "html_page",
         "installation",
         "machine",
         "memory",
@@ -59,6 +60,7 @@ ALLOWED = {
     "precision": {"tracing"},
     "tracing": set(),
     "installation": set(),
+    "html_page": set(),
     "machine": {"errors", "installation"},
     "memory": {"errors"},
     "output": {"errors"},
@@ -77,6 +79,7 @@ ALLOWED = {
         "estimate",
         "errors",
         "folders",
+        "html_page",
         "installation",
         "machine",
         "memory",

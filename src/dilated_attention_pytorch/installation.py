@@ -20,6 +20,19 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "data": ("pyarrow>=18",),
     "deepspeed": ("deepspeed>=0.19.6",),
     "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0", "ruff>=0.12"),
+    "finetune": (
+        "accelerate>=1.10",
+        "filelock>=4.3",
+        "h5py>=3.11",
+        "numpy",
+        "peft>=0.18",
+        "plotly>=6",
+        "pyarrow>=18",
+        "rich>=13",
+        "safetensors>=0.4",
+        "transformers>=5.6",
+        "tyro>=1.0",
+    ),
     "plot": ("matplotlib>=3.8",),
     "ray": ("numpy", "pandas>=2.2.3", "pyarrow>=18", "ray>=2.51"),
     "report": ("plotly>=6",),
@@ -40,7 +53,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "tyro>=1.0",
     ),
     "triton": ("triton>=3.6",),
-    "check": ("hypothesis>=6.100", "peft>=0.18", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6"),
+    "check": ("hypothesis>=6.100", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6", "scikit-learn>=1.5"),
     "dev": ("build>=1.2", "mypy>=1.15", "ruff>=0.12"),
 }
 """Packages that each extra installs (``check`` and ``dev`` also include other extras)."""

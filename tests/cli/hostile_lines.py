@@ -23,6 +23,7 @@ BASES = {
     "extend": "extend --model llama --device cpu --data texts --output new --length 64 --steps 1 --eval-windows 1",
     "generate": "generate run --device cpu --prompt x --max-new-tokens 3",
     "embed": "embed slides --checkpoint slide_encoder.pth --output new",
+    "finetune": "finetune slides labels.csv --checkpoint slide_encoder.pth --output new --layers 1 --epochs 1",
     "eval": "eval run --device cpu --lengths 16 --windows 1 --recall-texts 0 --output new.json",
     "report": "report run --output new.html",
     "diagnose": "diagnose run",
@@ -158,7 +159,9 @@ def make_world(world: Path) -> None:
     train(tiny_settings(world / "texts", steps=2), world / "run", quiet())
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes)).save_pretrained(world / "llama")
-    made_slides.write_slides(world / "slides", [5, 3])
+    made_slides.write_slides(world / "slides", [5, 3, 4, 6, 5, 4])
+    lines = [f"slide{number},{number % 2}" for number in range(6)]
+    (world / "labels.csv").write_text("\n".join(["slide,label", *lines]))
     made_slides.checkpoint(world)
 
 

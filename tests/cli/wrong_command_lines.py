@@ -51,7 +51,7 @@ def run_row(row: Row, world: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 
 TRAIN = "train --preset tiny --data {}/texts --output {}/new"
 
-COMMANDS = "train, extend, generate, embed, heatmap, eval, report, diagnose, tokenizer, bench, profile, tune, plan, show, build, info"
+COMMANDS = "train, extend, generate, embed, finetune, heatmap, eval, report, diagnose, tokenizer, bench, profile, tune, plan, show, build, info"
 TABLE: dict[str, list[Row]] = {
     "what is no command line": [
         Row("", f"Expected one of {{{COMMANDS}}}"),
@@ -393,6 +393,15 @@ TABLE: dict[str, list[Row]] = {
         Row("embed {}/file --checkpoint {}/file --output {}/new --memory 0", "memory must be above 0, got 0.0"),
         Row("embed {}/file --checkpoint {}/file --output {}/new --device cuda", "PyTorch finds no CUDA", machine.take_cuda_away),
         Row("embed {}/file --checkpoint {}/file --output {}/new", "embedding slides needs h5py", machine.uninstall("h5py")),
+    ],
+    "what to fine-tune on": [
+        Row("finetune --output {}/new", "name at least one file or folder of slides, and then the labels, got []"),
+        Row("finetune {}/texts {}/nothing.csv --output {}/new", "{}/nothing.csv"),
+        Row("finetune {}/texts {}/file --output {}/new --freeze --lora 8", "freeze trains the classifier alone"),
+        Row("finetune {}/texts {}/file --output {}/new --layers 11 11", "layers must be different numbers"),
+        Row("finetune {}/texts {}/file --output {}/new --device cuda", "PyTorch finds no CUDA", machine.take_cuda_away),
+        Row("finetune {}/texts {}/file --output {}/new", "fine-tuning needs h5py", machine.uninstall("h5py")),
+        Row("heatmap {}/file", "drawing a heat map needs matplotlib", machine.uninstall("matplotlib")),
     ],
     "what to generate from": [
         Row("generate {}/nothing --prompt x", "there is no such folder; name the --output of a `train` command"),

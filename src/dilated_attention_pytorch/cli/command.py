@@ -24,6 +24,7 @@ from .diagnose import Diagnose
 from .embed import Embed
 from .evaluate import Eval
 from .extend import Extend, defaults_of_extend
+from .finetune import Finetune
 from .generate import Generate
 from .heatmap import Heatmap
 from .info import Info
@@ -50,6 +51,7 @@ COMMANDS: Mapping[str, type] = {
     "extend": Extend,
     "generate": Generate,
     "embed": Embed,
+    "finetune": Finetune,
     "heatmap": Heatmap,
     "eval": Eval,
     "report": Report,
@@ -91,7 +93,8 @@ _FULL = {
 }
 _EXTRAS = {
     "embed": "slides",
-    "heatmap": "slides,plot",
+    "finetune": "finetune",
+    "heatmap": "plot",
     "report": "report",
     "bench": "bench",
     "tune": "bench",

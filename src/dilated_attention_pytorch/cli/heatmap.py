@@ -21,10 +21,12 @@ class Heatmap:
     of all tiles together) in one layer, divided by the mean over the tiles; grey tiles are not seen in that layer. One
     layer shows where it looks. What reaches the embedding through all layers, also by way of other tiles, is the
     rollout (embed --rollout, then heatmap --rollout); neither says whether a tile speaks for or against a diagnosis.
+    That is the contribution to a score of a trained model (finetune --maps, then heatmap --contribution CLASS): red
+    tiles speak for it, blue ones against it.
     """
 
     file: tyro.conf.Positional[Path]
-    """A file that `embed --maps` or `embed --rollout` wrote."""
+    """A file that `embed --maps`, `embed --rollout` or `finetune --maps` wrote."""
     output: Path | None = None
     """Picture to write; the ending selects the format. Default: beside the file, named after the slide."""
     slide: str | None = None
@@ -35,6 +37,8 @@ class Heatmap:
     """Head, from 0. Default: the mean over the heads."""
     rollout: bool = False
     """Draw the rollout over all layers."""
+    contribution: str | None = None
+    """Draw the contributions to this class, label or value."""
     thumbnail: Path | None = None
     """Picture of the whole slide, drawn below the tiles."""
 
@@ -47,20 +51,34 @@ class Heatmap:
         from dilated_attention_pytorch.machine import require
         from dilated_attention_pytorch.output import check_new_file, replacing
 
-        require("drawing a heat map", ("h5py", "matplotlib"), "slides,plot")
+        for package, extra in (("h5py", "slides"), ("matplotlib", "plot")):
+            require("drawing a heat map", (package,), extra)
         from matplotlib.backend_bases import FigureCanvasBase
 
-        from dilated_attention_pytorch.slides.heatmap import draw, of_attention, of_rollout, read_scores
+        from dilated_attention_pytorch.slides.heatmap import (
+            draw,
+            of_attention,
+            of_contribution,
+            of_rollout,
+            read_scores,
+        )
 
-        if self.rollout and (self.layer is not None or self.head is not None):
-            raise RunError("--rollout goes through all layers and heads: leave out --layer and --head")
+        of_all_layers = self.rollout + (self.contribution is not None)
+        if of_all_layers + (self.layer is not None or self.head is not None) > 1:
+            raise RunError(
+                "--rollout and --contribution go through all layers and heads: leave out --layer and --head, and pass "
+                "one of the two"
+            )
         output = self.file.with_name(f"{self.slide or self.file.stem}.png") if self.output is None else self.output
         kinds = FigureCanvasBase.get_supported_filetypes()
         if output.suffix[1:].lower() not in kinds:
             raise RunError(f"--output {output}: pictures end in .{', .'.join(sorted(kinds))}")
         check_new_file(output)
         scores = read_scores(self.file, self.slide)
-        values, what = of_rollout(scores) if self.rollout else of_attention(scores, self.layer, self.head)
+        if self.contribution is not None:
+            values, what = of_contribution(scores, self.contribution)
+        else:
+            values, what = of_rollout(scores) if self.rollout else of_attention(scores, self.layer, self.head)
         figure = draw(scores, values, f"{self.slide or self.file.stem}: {what}", thumbnail=self.thumbnail)
         with replacing(output) as staged:
             figure.savefig(staged, format=output.suffix[1:].lower(), dpi=150)

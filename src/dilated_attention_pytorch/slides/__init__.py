@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_slide_encoder
+from .contribution import gradient_times_input
 from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides, released_segment_lengths
 from .grid import tile_grid
 from .titan import TitanConfig, TitanEncoder, load_titan_encoder
@@ -23,6 +24,7 @@ __all__ = [
     "SlideEncoderConfig",
     "TitanConfig",
     "TitanEncoder",
+    "gradient_times_input",
     "load_slide_encoder",
     "load_titan_encoder",
     "pack_slides",

@@ -1,4 +1,4 @@
-"""A picture of the attention to the tiles of a slide, drawn where they lie."""
+"""A picture of scores of the tiles of a slide, drawn where they lie."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ _BRIGHTEST = 0.99
 
 
 class TileScores(NamedTuple):
-    """What ``embed --maps`` or ``embed --rollout`` wrote of a slide."""
+    """What ``embed --maps``, ``embed --rollout`` or ``finetune --maps`` wrote of a slide."""
 
     attention: Tensor | None
     """``[L, H, N]``, probabilities of every layer and head."""
     rollout: Tensor | None
     """``[N]``."""
+    contribution: Tensor | None
+    """``[K, N]``, signed."""
+    outputs: tuple[str, ...]
+    """What the K contributions are to: classes, labels or values."""
     coordinates: Tensor
     """``[N, 2]``, upper left corners of the tiles, in pixels."""
     tile_size: int
@@ -37,7 +41,7 @@ class TileScores(NamedTuple):
 
 
 def read_scores(path: Path, slide: str | None = None) -> TileScores:
-    """Read a file of ``embed --maps``.
+    """Read a file of ``embed --maps`` or ``finetune --maps``.
 
     Args:
         path: the file.
@@ -50,17 +54,21 @@ def read_scores(path: Path, slide: str | None = None) -> TileScores:
 
     try:
         with h5py.File(path, "r") as file:
-            if "coords" not in file or not {"attention", "rollout"} & file.keys():
+            if "coords" not in file or not set(_SCORES) & file.keys():
                 raise RunError(
-                    f"{path} holds no scores of tiles; write them with `dilated-attention embed --maps` or --rollout"
+                    f"{path} holds no scores of tiles; write them with `dilated-attention embed --maps` or --rollout, "
+                    "or `finetune --maps`"
                 )
             rows, attributes = _of_slide(file, path, slide)
-            attention, rollout = (
-                torch.from_numpy(file[name][()]) if name in file else None for name in ("attention", "rollout")
+            attention, rollout, contribution = (
+                torch.from_numpy(file[name][()]) if name in file else None for name in _SCORES
             )
+            outputs = () if contribution is None else tuple(map(str, file["contribution"].attrs["scores"]))
             scores = TileScores(
                 attention,
                 rollout,
+                contribution,
+                outputs,
                 torch.from_numpy(file["coords"][()]),
                 int(attributes["patch_size_level0"]),
                 tuple(float(attributes[name]) for name in _SIZES) if set(_SIZES) <= attributes.keys() else None,  # type: ignore[arg-type]
@@ -69,15 +77,17 @@ def read_scores(path: Path, slide: str | None = None) -> TileScores:
         if isinstance(error, RunError):
             raise
         raise RunError(f"{path} cannot be read as a file of `embed --maps` ({first_line(error)})") from error
-    for name, values, axes in (("attention", attention, 3), ("rollout", rollout, 1)):
+    found = (attention, rollout, contribution)
+    for name, values, axes in zip(_SCORES, found, (3, 1, 2), strict=True):
         if values is not None and (values.dim() != axes or scores.coordinates.shape != (values.shape[-1], 2)):
             raise RunError(
                 f"{path} has {name} {list(values.shape)} and coords {list(scores.coordinates.shape)}, expected "
-                "[layers, heads, tiles] or [tiles] of a rollout, and [tiles, 2]"
+                "[layers, heads, tiles], [tiles] of a rollout or [scores, tiles] of contributions, and [tiles, 2]"
             )
     return scores._replace(
         attention=None if attention is None else attention[..., rows],
         rollout=None if rollout is None else rollout[rows],
+        contribution=None if contribution is None else contribution[:, rows],
         coordinates=scores.coordinates[rows],
     )
 
@@ -100,6 +110,7 @@ def _of_slide(file: Any, path: Path, slide: str | None) -> tuple[Tensor | slice,
     return of_tiles == index, {name: of[index] for name, of in attributes.items()}
 
 
+_SCORES = ("attention", "rollout", "contribution")
 _SIZES = ("level0_width", "level0_height")
 
 
@@ -110,7 +121,8 @@ def of_attention(scores: TileScores, layer: int | None, head: int | None) -> tup
         RunError: there are no maps, or no such layer or head.
     """
     if scores.attention is None:
-        raise RunError("the file holds a rollout alone: pass --rollout, or embed the slide with --maps")
+        others = "--contribution NAME or --rollout" if scores.contribution is not None else "--rollout"
+        raise RunError(f"the file holds no attention: pass {others}, or embed the slide with --maps")
     layers, heads, _ = scores.attention.shape
     layer = layers if layer is None else layer
     if not 1 <= layer <= layers:
@@ -134,14 +146,27 @@ def of_rollout(scores: TileScores) -> tuple[Tensor, str]:
     return scores.rollout, "attention rollout over all layers"
 
 
+def of_contribution(scores: TileScores, output: str) -> tuple[Tensor, str]:
+    """The contributions to one score, ``[N]``, and their name.
+
+    Raises:
+        RunError: the file has none to it.
+    """
+    if scores.contribution is None or output not in scores.outputs:
+        of = f"contributions to {', '.join(scores.outputs)}" if scores.outputs else "no contributions"
+        raise RunError(f"--contribution {output}: the file holds {of}; pass one of them, or a file of finetune --maps")
+    return scores.contribution[scores.outputs.index(output)], f"contribution to {output}"
+
+
 def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | None) -> Figure:
     """Draw the score of every tile as a coloured square.
 
-    The colour is the score divided by the mean over the tiles: 1 is a tile like any other. Grey tiles have none.
+    The colour is the score divided by the mean size of the scores: 1 is a tile like any other. Grey tiles have none. Of
+    signed scores, red tiles are positive and blue ones negative.
 
     Args:
         scores: where the tiles lie.
-        values: ``[N]``, not negative.
+        values: ``[N]``.
         title: title of the picture.
         thumbnail: picture of the whole slide, drawn below the tiles.
 
@@ -149,8 +174,8 @@ def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | No
         RunError: the thumbnail cannot be drawn.
     """
     tiles, values = len(values), values.double()
-    is_seen = values > 0
-    relative = values / values.mean().clamp(min=torch.finfo(torch.float64).tiny)
+    is_seen, is_signed = values != 0, bool((values < 0).any())
+    relative = values / values.abs().mean().clamp(min=torch.finfo(torch.float64).tiny)
     with importing("drawing a heat map", "plot"):
         from matplotlib.collections import PatchCollection
         from matplotlib.figure import Figure
@@ -177,20 +202,21 @@ def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | No
     axes.add_collection(PatchCollection(hidden, facecolor="0.85", edgecolor="none", alpha=alpha))
     shown = PatchCollection(
         [square for square, seen in zip(squares, is_seen.tolist(), strict=True) if seen],
-        cmap="viridis",
+        cmap="coolwarm" if is_signed else "viridis",
         edgecolor="none",
         alpha=alpha,
     )
     shown.set_array(relative[is_seen].numpy())
-    largest = float(relative.quantile(_BRIGHTEST)) if tiles else 1.0
-    shown.set_clim(0.0, max(largest, 1e-9))
+    largest = max(float(relative.abs().quantile(_BRIGHTEST)) if tiles else 1.0, 1e-9)
+    shown.set_clim(-largest if is_signed else 0.0, largest)
     axes.add_collection(shown)
     axes.set(xlim=(begin[0], end[0]), ylim=(end[1], begin[1]), aspect="equal", xlabel="pixels", ylabel="pixels")
     number = int((~is_seen).sum())
     grey = f"; {number:,} of {tiles:,} tiles unseen (grey)" if number else ""
     axes.set_title(f"{title}{grey}", fontsize=10)
-    bar = figure.colorbar(shown, ax=axes, extend="max" if float(relative.max()) > largest else "neither")
-    bar.set_label("relative to the mean tile")
+    is_beyond = float(relative.abs().max()) > largest
+    bar = figure.colorbar(shown, ax=axes, extend=("both" if is_signed else "max") if is_beyond else "neither")
+    bar.set_label("relative to the mean size" if is_signed else "relative to the mean tile")
     return figure
 
 

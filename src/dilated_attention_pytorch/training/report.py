@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.html_page import COLORS, LAYOUT, MISSING, drawn, page, table
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.output import check_new_file, write_text
 
@@ -26,20 +27,6 @@ if TYPE_CHECKING:
 
 _REMEDY = "name the --output of a `train` or `extend` command"
 _RANGES = {"free": "normal", "from 0": "tozero", "logarithmic": "normal"}
-_MISSING = "\u2013"
-_COLORS = ("#3b82f6", "#f97316", "#10b981", "#e11d48", "#a855f7", "#ca8a04", "#06b6d4", "#84cc16")
-"""Line colours, in the order of use."""
-_LAYOUT: Mapping[str, Any] = {
-    "height": 320,
-    "margin": {"l": 56, "r": 12, "t": 8, "b": 40},
-    "hovermode": "x unified",
-    "showlegend": True,
-    "legend": {"orientation": "h", "y": -0.25},
-    "paper_bgcolor": "rgba(0,0,0,0)",
-    "plot_bgcolor": "rgba(0,0,0,0)",
-    "hoverlabel": {"namelength": -1},
-}
-"""Plotly layout shared by all charts, without their axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +81,7 @@ def write_report(runs: Sequence[Path], output: Path) -> list[RecordedRun]:
         raise RunError("report needs the folder of at least one run: dilated-attention report runs/one runs/other")
     check_new_file(output)
     recorded = [read_run(run) for run in runs]
-    write_text(output, "".join(_page(recorded)))
+    write_text(output, page("Training runs", _parts(recorded)))
     return recorded
 
 
@@ -143,7 +130,7 @@ def _figures(
     yield "matrix products of the machine, GFLOP/s", _last(entries, "matrix_product_flops", "{:,.0f}", 1e-9)
     yield "peak memory, GB", _last(entries, "peak_memory_bytes", "{:.2f}", 1e-9)
     slow = [f"{slow.rank} ({slow.seconds:.3g} s)" for slow in stragglers(entries)]
-    yield "slow ranks, and seconds of their own a step", ", ".join(slow) or _MISSING
+    yield "slow ranks, and seconds of their own a step", ", ".join(slow) or MISSING
     yield "restarts", _last(entries, "restarts", "{:.0f}")
     yield "seconds lost by restarts", _last(entries, "seconds_lost", "{:,.1f}")
     machine = record["machine"]
@@ -165,31 +152,26 @@ def _median(entries: Sequence[Mapping[str, float]], name: str, form: str) -> str
 
 
 def _number(value: float | None, form: str) -> str:
-    return _MISSING if value is None else form.format(value)
+    return MISSING if value is None else form.format(value)
 
 
-def _page(runs: Sequence[RecordedRun]) -> Iterator[str]:
-    from plotly.offline import get_plotlyjs
-
-    yield f"{_HEAD}<script>{get_plotlyjs()}</script></head><body><h1>Training runs</h1>"
+def _parts(runs: Sequence[RecordedRun]) -> Iterator[str]:
     yield "<h2>Figures</h2>" + _table(
         runs,
-        [(name, [run.figures.get(name, _MISSING) for run in runs]) for name in _names([run.figures for run in runs])],
+        [(name, [run.figures.get(name, MISSING) for run in runs]) for name in _names([run.figures for run in runs])],
     )
     yield "<h2>Over the steps</h2><p>Touch or point at a chart to read it.</p><main>"
     for chart in CHARTS:
         if any(chart.name in entry or chart.held_out in entry for run in runs for entry in run.entries):
-            yield f"<section><h3>{html.escape(chart.title)}</h3>{_drawn(_figure(chart, runs), chart.name)}</section>"
+            yield drawn(_figure(chart, runs), chart.name, chart.title)
     yield "</main>"
     if len(runs) > 1:
         rows = [
-            (name, [run.settings.get(name, _MISSING) for run in runs])
-            for name in _names([run.settings for run in runs])
+            (name, [run.settings.get(name, MISSING) for run in runs]) for name in _names([run.settings for run in runs])
         ]
         yield "<h2>Settings that differ</h2>"
         differing = [(name, values) for name, values in rows if len(set(values)) > 1]
         yield _table(runs, differing) if differing else "<p>None.</p>"
-    yield _END
 
 
 def _names(tables: Sequence[Mapping[str, str]]) -> list[str]:
@@ -197,21 +179,17 @@ def _names(tables: Sequence[Mapping[str, str]]) -> list[str]:
     return [
         name
         for name in dict.fromkeys(name for table in tables for name in table)
-        if any(table.get(name, _MISSING) != _MISSING for table in tables)
+        if any(table.get(name, MISSING) != MISSING for table in tables)
     ]
 
 
 def _table(runs: Sequence[RecordedRun], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    head = "".join(
-        f'<th><i style="background:{_COLORS[index % len(_COLORS)]}"></i>{html.escape(run.name)}<br>'
-        f"<small>{run.command}</small></th>"
+    head = [
+        f'<i style="background:{COLORS[index % len(COLORS)]}"></i>{html.escape(run.name)}'
+        f"<br><small>{run.command}</small>"
         for index, run in enumerate(runs)
-    )
-    body = "".join(
-        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
-        for name, values in rows
-    )
-    return f"<div class=table><table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    ]
+    return table(head, rows)
 
 
 def _figure(chart: Chart, runs: Sequence[RecordedRun]) -> Figure:
@@ -219,7 +197,7 @@ def _figure(chart: Chart, runs: Sequence[RecordedRun]) -> Figure:
 
     figure = Figure()
     for index, run in enumerate(runs):
-        color = _COLORS[index % len(_COLORS)]
+        color = COLORS[index % len(COLORS)]
         for name, of_what in ((chart.name, ""), (chart.held_out, ", held-out")):
             points = [(entry["step"], entry[name] * chart.scale) for entry in run.entries if name and name in entry]
             if points:
@@ -236,7 +214,7 @@ def _figure(chart: Chart, runs: Sequence[RecordedRun]) -> Figure:
                     )
                 )
     figure.update_layout(
-        **_LAYOUT,
+        **LAYOUT,
         xaxis={"title": {"text": "optimizer step"}},
         yaxis={
             "title": {"text": chart.unit},
@@ -246,54 +224,3 @@ def _figure(chart: Chart, runs: Sequence[RecordedRun]) -> Figure:
         },
     )
     return figure
-
-
-def _drawn(figure: Figure, name: str) -> str:
-    """A chart as an HTML fragment with the element id ``name``."""
-    config = {"responsive": True, "displayModeBar": False}
-    drawn: str = figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"chart-{name}", config=config)
-    return drawn
-
-
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Training runs</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-:root { color-scheme: light dark; --page: #fff; --text: #1f2937; --faint: #6b7280; --line: #d1d5db; --head: #f3f4f6; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #111827; --text: #e5e7eb; --faint: #9ca3af; --line: #374151; --head: #1f2937; }
-}
-body { margin: 0 auto; padding: 1rem; max-width: 84rem; font: 16px/1.5 system-ui, sans-serif; color: var(--text);
-  background: var(--page); }
-h1 { font-size: 1.5rem; margin: 0 0 .5rem } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem }
-h3 { font-size: 1rem; margin: 0 } p, small { color: var(--faint) }
-main { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)) }
-section { min-width: 0 }
-.table { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
-table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
-  min-width: 5.5rem }
-tbody th { text-align: left; font-weight: 400; color: var(--faint); position: sticky; left: 0; background: var(--page) }
-thead { background: var(--head) } tbody tr:last-child > * { border-bottom: 0 } td { overflow-wrap: break-word }
-i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .4em }
-</style>
-"""
-
-_PAINT = """
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function paint() {
-  const color = name => getComputedStyle(document.documentElement).getPropertyValue(name);
-  const axis = {gridcolor: color("--line"), linecolor: color("--line"), zerolinecolor: color("--line")};
-  for (const chart of document.querySelectorAll(".plotly-graph-div")) {
-    const values = {"font.color": color("--text"), "hoverlabel.bgcolor": color("--page"), "hoverlabel.bordercolor":
-      color("--line"), "hoverlabel.font.color": color("--text")};
-    for (const which of ["xaxis", "yaxis"])
-      for (const [name, value] of Object.entries(axis)) values[`${which}.${name}`] = value;
-    Plotly.relayout(chart, values);
-  }
-}
-dark.addEventListener("change", paint);
-paint();
-"""
-_END = f"<script>{_PAINT}</script></body></html>\n"
-"""The end of a page: a script that recolours the charts when the reader switches between light and dark mode."""
