@@ -13,6 +13,7 @@ from torch.utils._pytree import _register_namedtuple
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
+from dilated_attention_pytorch.nn.linear import project
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_dropout, check_size, documents_of
 from dilated_attention_pytorch.patterns import DilatedPattern
@@ -283,7 +284,7 @@ class _PatchEmbedding(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """``[B, N, C]`` to ``[B, N, E]``."""
-        return self.proj(features)
+        return project(self.proj, features)
 
 
 class _Layers(nn.Module):
@@ -368,11 +369,11 @@ class _Attention(nn.Module):
         longest = max(stop - start for start, stop in pairwise(ends or (0, x.shape[1])))
         warn_of_displaced_rows(self.pattern, longest, self._displaced, stacklevel=2)
         q, k, v = (
-            projection(x).unflatten(-1, (self.num_heads, -1)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            project(layer, x).unflatten(-1, (self.num_heads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
         heads = attend(q, k, v, self.pattern, cu_seqlens=cu_seqlens, heads_first=False)
-        return self.out_proj(self.inner_attn_ln(heads.flatten(-2)))
+        return project(self.out_proj, self.inner_attn_ln(heads.flatten(-2)))
 
 
 class _FeedForward(nn.Module):
@@ -395,4 +396,4 @@ class _FeedForward(nn.Module):
         return out
 
     def _rows(self, x: Tensor) -> Tensor:
-        return self.fc2(self.ffn_layernorm(functional.gelu(self.fc1(x))))
+        return project(self.fc2, self.ffn_layernorm(functional.gelu(project(self.fc1, x))))
