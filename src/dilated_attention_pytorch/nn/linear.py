@@ -115,7 +115,8 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     width_out, width_in = weight.shape
     pixels = x.view(1, -1, 1, width_in).permute(0, 3, 1, 2)
     out = functional.conv2d(pixels, weight[:, :, None, None], bias)
-    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], width_out)
+    # Not a view: FSDP warns of a module that returns one.
+    return torch.ops.aten._unsafe_view(out.permute(0, 2, 3, 1).contiguous(), (*x.shape[:-1], width_out))
 
 
 _ROUTES: dict[str, Callable[..., Tensor]] = {"linear": functional.linear, "convolution": _convolution}

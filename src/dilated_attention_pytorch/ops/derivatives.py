@@ -56,8 +56,8 @@ _PLAIN_DISPATCH_STATES = [_keys("BackendSelect", "ADInplaceOrView"), _keys("Back
 
 def needs_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether anything besides autograd must observe an operator on these tensors, so that it needs the dispatcher."""
-    # The profiler records operators by name.
-    return torch._C._autograd._profiler_enabled() or is_observed(*tensors)
+    # The profiler records operators by name. It is asked last: the compiler does not trace the question.
+    return is_observed(*tensors) or torch._C._autograd._profiler_enabled()
 
 
 def is_observed(*tensors: Tensor | None) -> bool:
