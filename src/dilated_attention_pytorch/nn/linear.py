@@ -76,7 +76,7 @@ def linear_choice(threads: int) -> Choice:
         ValueError: the variable names neither.
     """
     asked = os.environ.get(VARIABLE, "")
-    if asked in _ROUTES:
+    if asked in ROUTES:
         return Choice(asked, {})
     if asked:
         raise ValueError(f"{VARIABLE} must be linear or convolution, got {asked!r}; without it the faster one is used")
@@ -94,12 +94,12 @@ def linear_choice(threads: int) -> Choice:
             operand.requires_grad_()
 
         def routine(name: str) -> tuple[Tensor, ...]:
-            out = _ROUTES[name](*operands)
+            out = ROUTES[name](*operands)
             return out.detach(), *torch.autograd.grad(out, operands, grad)
 
         return measured_choice(
             "linear",
-            {name: functools.partial(routine, name) for name in _ROUTES},
+            {name: functools.partial(routine, name) for name in ROUTES},
             operations=6 * rows * width * width,
             tolerance=_TOLERANCE,
             threads=threads,
@@ -107,7 +107,7 @@ def linear_choice(threads: int) -> Choice:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _ROUTES[linear_choice(torch.get_num_threads()).name](x, weight, bias)
+    return ROUTES[linear_choice(torch.get_num_threads()).name](x, weight, bias)
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,7 +119,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.aten._unsafe_view(out.permute(0, 2, 3, 1).contiguous(), (*x.shape[:-1], width_out))
 
 
-_ROUTES: dict[str, Callable[..., Tensor]] = {"linear": functional.linear, "convolution": _convolution}
+ROUTES: dict[str, Callable[..., Tensor]] = {"linear": functional.linear, "convolution": _convolution}
 """The usual one first."""
 
 
