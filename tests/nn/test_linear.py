@@ -7,17 +7,25 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention_pytorch.folders import cache_folder
+from dilated_attention_pytorch.integrations import adopt
 from dilated_attention_pytorch.kernels.measured_choice import Choice
+from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
 from dilated_attention_pytorch.nn import Linear, linear
 from dilated_attention_pytorch.nn.linear import project
+from dilated_attention_pytorch.slides import SlideEncoder, SlideEncoderConfig
 
 ROWS, WIDTH_IN, WIDTH_OUT = 523, 257, 269
 
@@ -54,6 +62,12 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
     assert found.shape == exact.shape
     found, exact = found.detach(), exact.detach()
     assert float((found - exact).abs().max()) <= 523 * 2**-24 * float(exact.abs().max())
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """Equal up to the rounding of several layers, which is far below what another product would change."""
+    found, expected = found.detach(), expected.detach()
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -305,8 +319,6 @@ def test_bitsandbytes_and_dynamic_quantisation_reach_the_layers_of_a_model() -> 
     from transformers import BitsAndBytesConfig
     from transformers.integrations import replace_with_bnb_linear
 
-    from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
-
     config = LongNetConfig(
         vocab_size=97, embed_dim=32, num_heads=4, num_layers=1, segment_lengths=(16,), dilation_rates=(1,)
     )
@@ -325,6 +337,75 @@ def test_bitsandbytes_and_dynamic_quantisation_reach_the_layers_of_a_model() -> 
             assert isinstance(model.get_submodule(f"blocks.0.feed_forward.{name}"), kind)
 
 
+def test_the_models_of_the_package_take_the_route(
+    convolutions: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"embed_dim": 256, "num_layers": 2, "num_heads": 4, "ffn_dim": 260, "dilation_rates": (1, 4)}
+    language = LongNetLM(LongNetConfig(vocab_size=263, segment_lengths=(64, 256), **sizes))
+    slides = SlideEncoder(SlideEncoderConfig(feature_dim=259, segment_lengths=(64, 256), **sizes)).eval()
+    tokens, features = torch.randint(263, (1, ROWS)), torch.randn(1, ROWS, 259)
+    coordinates = torch.stack([torch.arange(ROWS) // 30, torch.arange(ROWS) % 30], dim=-1)[None]
+    for call, number in (
+        (lambda: language(tokens), 6 * 2 + 1),
+        (lambda: slides(features, coordinates, tile_size=1).layers, 6 * 2 + 1),
+    ):
+        convolutions.clear()
+        out = call()
+        assert len(convolutions) == number
+        with replaced_product():
+            expected = call()
+        assert len(convolutions) == number
+        assert_near(out, expected)
+
+
+def test_adopted_models_take_the_route_where_that_is_asked(convolutions: list[tuple[int, ...]]) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.Module()
+        layer.args = SimpleNamespace(segment_length=[64, 256], dilated_ratio=[1, 4])
+        layer.embed_dim, layer.num_heads = 260, 4  # type: ignore[assignment]
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            layer.add_module(name, nn.Linear(260, 260))
+        return nn.ModuleDict({"self_attn": layer, "fc1": nn.Linear(260, 300)})
+
+    plain, fast = adopt(model()), adopt(model(), fast_linear=True)
+    x = torch.randn(1, ROWS, 260)
+    expected, out = (one["fc1"](one["self_attn"](x, x, x)[0]) for one in (plain, fast))
+    assert len(convolutions) == 5
+    assert_near(out, expected)
+    assert plain.state_dict().keys() == fast.state_dict().keys()
+
+
+def test_split_weights_have_the_gradients_of_whole_ones(convolutions: list[tuple[int, ...]]) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.own = nn.Linear(WIDTH_IN, WIDTH_OUT), Linear(WIDTH_OUT, WIDTH_IN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(project(self.plain, x).relu())
+
+    whole, x = Layers(), torch.randn(1, ROWS, WIDTH_IN)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        by_columns = parallelize_module(
+            copy.deepcopy(whole), mesh, {"plain": ColwiseParallel(), "own": RowwiseParallel()}
+        )
+        split = fully_shard(copy.deepcopy(whole), mesh=mesh, reshard_after_forward=True)
+        for model, number in ((whole, 2), (split, 2), (by_columns, 0)):
+            convolutions.clear()
+            model(x).square().mean().backward()
+            assert len(convolutions) == number
+            for parameter, expected in zip(model.parameters(), whole.parameters(), strict=True):
+                assert isinstance(parameter.grad, Tensor)
+                assert isinstance(expected.grad, Tensor)
+                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                assert_close(grad, expected.grad)
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_measuring_draws_no_random_number_and_leaves_no_graph(
     own_cache: None, monkeypatch: pytest.MonkeyPatch, convolutions: list[tuple[int, ...]]
 ) -> None:
@@ -341,9 +422,14 @@ def test_measuring_draws_no_random_number_and_leaves_no_graph(
     assert choice.rates.keys() == {"linear", "convolution"}
     assert min(choice.rates.values()) > 0  # both compute, and agree
     assert convolutions.count(tuple(x.shape)) == (choice.name == "convolution")
+    linear.linear_choice.cache_clear()
+    assert linear.linear_choice(torch.get_num_threads()) == choice  # kept
+    (file,) = cache_folder().glob("choice-linear-*.json")
+    file.unlink()
+    linear.linear_choice.cache_clear()
     with torch.inference_mode():
-        linear.linear_choice.cache_clear()
-        assert linear.linear_choice(torch.get_num_threads()) == choice  # kept
+        layer(x)
+    assert file.exists()
 
 
 def test_the_variable_names_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
