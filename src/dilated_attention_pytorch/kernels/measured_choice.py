@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ Routine = Callable[[], tuple[Tensor, ...]]
 
 _SECONDS = 0.5
 """Seconds of a measurement, unless the fewest rounds take longer."""
-_FEWEST_ROUNDS = 3
+_FEWEST_ROUNDS = 5
 _ADVANTAGE = 1.25
 """A routine replaces the usual one if it is faster by this factor: measurements on a shared machine vary."""
 _WAITING_SECONDS = 60.0
@@ -111,18 +112,25 @@ def _measure(routines: Mapping[str, Routine], operations: float, tolerance: floa
     usual = next(iter(routines))
     expected = routines[usual]()
     # The first call of a routine is not timed: libraries prepare their kernels in it.
-    seconds = {name: math.inf for name, call in routines.items() if name == usual or _agrees(call, expected, tolerance)}
-    rounds, end = 0, time.perf_counter() + (_SECONDS if len(seconds) > 1 else 0.0)
-    # In turns, and the shortest time of each: other programs slow both.
-    while rounds < _FEWEST_ROUNDS or time.perf_counter() < end:
-        for name in seconds:
-            start = time.perf_counter()
-            routines[name]()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-        rounds += 1
-    rates = {name: operations / seconds.get(name, math.inf) for name in routines}
-    fastest = max(rates, key=rates.__getitem__)
-    return Choice(fastest if rates[fastest] > _ADVANTAGE * rates[usual] else usual, rates)
+    rounds: list[dict[str, float]] = []
+    timed = [name for name, call in routines.items() if name == usual or _agrees(call, expected, tolerance)]
+    end = time.perf_counter() + (_SECONDS if len(timed) > 1 else 0.0)
+    while len(rounds) < _FEWEST_ROUNDS or time.perf_counter() < end:
+        rounds.append({name: _seconds(routines[name]) for name in timed})
+    shortest, median = (
+        {name: summary(one[name] for one in rounds) for name in timed} for summary in (min, statistics.median)
+    )
+    fastest = min(timed, key=shortest.__getitem__)
+    # Other programs lengthen calls at random, so both must say so.
+    is_faster = all(_ADVANTAGE * seconds[fastest] < seconds[usual] for seconds in (shortest, median))
+    rates = {name: operations / shortest.get(name, math.inf) for name in routines}
+    return Choice(fastest if is_faster else usual, rates)
+
+
+def _seconds(call: Routine) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _agrees(call: Routine, expected: tuple[Tensor, ...], tolerance: float) -> bool:
