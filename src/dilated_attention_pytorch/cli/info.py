@@ -22,6 +22,7 @@ class Info:
         import torch
 
         from dilated_attention_pytorch.machine import devices, package_version, processor
+        from dilated_attention_pytorch.nn.linear import linear_choice
         from dilated_attention_pytorch.waiting import waiting_in_words
 
         _print_table(
@@ -35,6 +36,7 @@ class Info:
                 ("processor", processor()),
                 ("threads", str(torch.get_num_threads())),
                 ("threads that wait", waiting_in_words()),
+                ("large float32 products", linear_choice(torch.get_num_threads()).describe()),
                 *(("CUDA device", device) for device in devices() or ["none"]),
             ],
         )

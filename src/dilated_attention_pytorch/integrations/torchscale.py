@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
+from dilated_attention_pytorch.nn.linear import Linear
 from dilated_attention_pytorch.nn.masks import check_causal
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
@@ -19,7 +20,7 @@ from .torchscale_layers import LayerFacts, find_layers
 from .xpos import attend_with_xpos
 
 
-def adopt(model: nn.Module, *, tail: Tail = "zero_padded") -> nn.Module:
+def adopt(model: nn.Module, *, tail: Tail = "zero_padded", fast_linear: bool = False) -> nn.Module:
     """Replace every dilated attention layer of a torchscale model, in place, by one that needs no flash-attn.
 
     A layer of torchscale's ``DilatedAttention``, or of a copy of it as in GigaPath, is recognised by its submodules
@@ -32,6 +33,7 @@ def adopt(model: nn.Module, *, tail: Tail = "zero_padded") -> nn.Module:
         model: changed in place. It may itself be such a layer: then use the return value.
         tail: ``"zero_padded"`` reproduces checkpoints of the authors' code: classes of a segment are padded with keys
             of score 0 and value 0. ``"ragged"`` omits these, for training from scratch.
+        fast_linear: make :class:`.nn.Linear` the class of each ``nn.Linear`` of the model, also outside of attention.
 
     Returns:
         ``model``, or the new layer if ``model`` is a layer.
@@ -73,7 +75,11 @@ def adopt(model: nn.Module, *, tail: Tail = "zero_padded") -> nn.Module:
         for name, child in list(parent._modules.items()):
             if id(child) in new:
                 setattr(parent, name, new[id(child)])
-    return new.get(id(model), model)
+    model = new.get(id(model), model)
+    for module in model.modules():
+        if fast_linear and type(module) is nn.Linear:
+            module.__class__ = Linear
+    return model
 
 
 class AdoptedDilatedAttention(nn.Module):

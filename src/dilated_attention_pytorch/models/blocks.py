@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.nn import MultiheadPatternAttention
+from dilated_attention_pytorch.nn.linear import project
 
 from .config import LongNetConfig
 from .rotary import Rotary, rotate
@@ -83,13 +84,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., E]`` to ``[..., E]``."""
-        inner = self.in_proj(x)
+        inner = project(self.in_proj, x)
         if self.is_gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = functional.silu(gate) * up
         else:
             inner = functional.gelu(inner)
-        return self.out_proj(self.inner_layernorm(inner))
+        return project(self.out_proj, self.inner_layernorm(inner))
 
 
 class BlockAttention(MultiheadPatternAttention):

@@ -30,6 +30,7 @@ with importing("LongNetForCausalLM", "train"):
     from transformers.utils.output_capturing import capture_outputs, maybe_install_capturing_hooks
 
 from dilated_attention_pytorch.nn import MultiheadPatternAttention
+from dilated_attention_pytorch.nn.linear import project
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens
 from dilated_attention_pytorch.tracing import require
@@ -443,7 +444,7 @@ class LongNetForCausalLM(_LongNetPreTrained, GenerationMixin):
             vocab_size = self.config.vocab_size
             loss = token_loss_of_hidden(kept, self.model.head, vocab_size, expected, num_items_in_batch)
         else:
-            logits = self.model.head(kept)
+            logits = project(self.model.head, kept)
             loss = None if expected is None else token_loss(logits, expected, num_items_in_batch)
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states

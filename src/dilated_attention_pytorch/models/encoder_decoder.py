@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.nn.linear import project
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
@@ -204,4 +205,4 @@ class LongNetEncoderDecoder(TokenModel):
             return attend_runs(across, query, key, value, targets, sources)
 
         x = self.embedding(decoder_input_ids) * math.sqrt(self.config.embed_dim)
-        return self.head(self._through_blocks(x, positions, attend_layer, states, cross))
+        return project(self.head, self._through_blocks(x, positions, attend_layer, states, cross))

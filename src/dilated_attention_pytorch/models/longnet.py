@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.nn.linear import project
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens
 from dilated_attention_pytorch.patterns import Pattern
@@ -140,7 +141,7 @@ class LongNetLM(TokenModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output matrix: ``[..., E]`` to ``[..., V]``."""
-        return self.head(hidden)
+        return project(self.head, hidden)
 
     def hidden_states(
         self,

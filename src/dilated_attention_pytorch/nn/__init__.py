@@ -3,6 +3,7 @@
 from .adaptive import AdaptiveBlockAttention
 from .dilated_attention import DilatedAttention, PatternAttention
 from .dynamic import DynamicDilatedAttention, DynamicMultiheadDilatedAttention
+from .linear import Linear
 from .multihead import MultiheadDilatedAttention, MultiheadPatternAttention
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "DilatedAttention",
     "DynamicDilatedAttention",
     "DynamicMultiheadDilatedAttention",
+    "Linear",
     "MultiheadDilatedAttention",
     "MultiheadPatternAttention",
     "PatternAttention",

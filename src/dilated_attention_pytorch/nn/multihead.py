@@ -15,6 +15,7 @@ from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
 from .dilated_attention import DilatedAttention, PatternAttention
+from .linear import project
 from .masks import check_causal, check_no_weights, ignored_keys
 
 
@@ -123,7 +124,7 @@ class MultiheadPatternAttention(nn.Module):
         """Query heads ``[B, N, H, D]`` and key and value heads ``[B, M, G, D]``."""
         # -1, since under tensor parallelism the projections hold only this rank's heads.
         q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim))
+            project(projection, x).unflatten(-1, (-1, self.head_dim))
             for projection, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
         )
         return q, k, v
@@ -133,7 +134,7 @@ class MultiheadPatternAttention(nn.Module):
         joined = heads.flatten(-2)
         if self.inner_layernorm is not None:
             joined = self.inner_layernorm(joined)
-        return self.out_proj(joined)
+        return project(self.out_proj, joined)
 
     def _load_from_state_dict(
         self,

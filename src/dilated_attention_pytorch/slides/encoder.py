@@ -15,6 +15,7 @@ from torch.utils._pytree import _register_namedtuple
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
+from dilated_attention_pytorch.nn.linear import project
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_dropout, check_size, documents_of
 from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.patterns.dilated import Tail
@@ -365,7 +366,7 @@ class _PatchEmbedding(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """``[B, N, C]`` to ``[B, N, E]``."""
-        return self.proj(features)
+        return project(self.proj, features)
 
 
 class _Layers(nn.Module):
@@ -439,9 +440,10 @@ class _Attention(nn.Module):
         """``[B, N, E]`` to ``[B, N, E]``."""
         warn_of_displaced_rows(self.pattern, rows.length, self._displaced, stacklevel=2)
         q, k, v = (
-            projection(x).unflatten(-1, (self.num_heads, -1)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            project(layer, x).unflatten(-1, (self.num_heads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.out_proj(self.inner_attn_ln(rows.attend(q, k, v, self.pattern).flatten(-2)))
+        heads = rows.attend(q, k, v, self.pattern)
+        return project(self.out_proj, self.inner_attn_ln(heads.flatten(-2)))
 
 
 class _FeedForward(nn.Module):
@@ -464,4 +466,4 @@ class _FeedForward(nn.Module):
         return out
 
     def _rows(self, x: Tensor) -> Tensor:
-        return self.fc2(self.ffn_layernorm(functional.gelu(self.fc1(x))))
+        return project(self.fc2, self.ffn_layernorm(functional.gelu(project(self.fc1, x))))
