@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import h5py
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dilated_attention_pytorch.slides import TitanConfig, TitanEncoder, load_titan_encoder, pack_slides
+from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.slides import (
+    Embedder,
+    EmbedSettings,
+    TitanConfig,
+    TitanEncoder,
+    load_titan_encoder,
+    pack_slides,
+)
 from dilated_attention_pytorch.slides import titan as module
 from slides.authors_titan import alibi_slopes, slide_vector
+from slides.made_slides import write_hdf5
 
 SIZES = {"feature_dim": 20, "embed_dim": 48, "num_layers": 2, "num_heads": 6, "ffn_dim": 96, "pool_queries": 5}
 
@@ -26,6 +37,24 @@ def made(tiles: int, seed: int) -> tuple[Tensor, Tensor]:
     corners[-1] = corners[-2]
     features[tiles // 2] = 0
     return features, corners
+
+
+def write_checkpoint(encoder: TitanEncoder, folder: Path, pool: str) -> dict[str, Any]:
+    """The files of the hub; returns the configuration of the encoder in them."""
+    state = {f"vision_encoder.{name}": value for name, value in encoder.state_dict().items()}
+    folder.mkdir(exist_ok=True)
+    save_file(state | {"text_encoder.x": torch.zeros(3)}, folder / "model.safetensors")
+    of_vision = {
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 6,
+        "mlp_ratio": 2.0,
+        "mlp_patch_embed_dim": 20,
+        "attentional_pool": pool,
+        "attn_pooler_queries": 5,
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": "titan", "vision_config": of_vision}))
+    return of_vision
 
 
 @pytest.mark.parametrize("pool", ["parallel", "cascade"])
@@ -64,6 +93,33 @@ def test_vectors_and_gradients_equal_those_of_a_dense_encoder(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * float(other.abs().max().clamp(min=1)))
 
 
+def test_a_folder_of_slides_is_embedded_as_by_a_dense_encoder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder = TitanEncoder(TitanConfig(**SIZES))
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    write_checkpoint(encoder, tmp_path / "titan", "parallel")
+    slides = []
+    for index, tiles in enumerate((40, 7)):
+        corners = 512 * torch.stack((torch.arange(tiles) // 6, torch.arange(tiles) % 6), dim=-1)
+        slides.append((torch.randn(tiles, 20), corners + torch.tensor([700, 45])))
+        recorded = {"patch_size_level0": 512, "encoder": "conch_v15", "target_magnification": 20}
+        write_hdf5(tmp_path / "features" / f"slide{index}.h5", *slides[-1], **recorded)
+    written = [tmp_path / "features", tmp_path / "titan", tmp_path / "out"]
+    outcome = Embedder([written[0]], *written[1:], EmbedSettings()).run()
+    assert not outcome.failed, [*outcome.failed.values()]
+    assert outcome.embedded == 2
+    weights = {name: value.double() for name, value in encoder.state_dict().items()}
+    for index, (features, corners) in enumerate(slides):
+        with h5py.File(tmp_path / "out" / f"slide{index}.h5") as file:
+            vector = torch.from_numpy(file["embedding"][()])
+        expected = slide_vector(weights, features.double(), corners, 512, 6, "parallel", 8)
+        torch.testing.assert_close(vector.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    for wrong in (EmbedSettings(maps=True), EmbedSettings(like="trident"), EmbedSettings(layer=2)):
+        with pytest.raises(RunError, match="is for GigaPath's encoder"):
+            Embedder([written[0]], *written[1:], wrong)
+
+
 def test_slopes_of_any_number_of_heads_are_alibis() -> None:
     for heads in (1, 2, 3, 6, 8, 12, 20):
         assert module.slopes(heads) == pytest.approx(alibi_slopes(heads), rel=1e-14)
@@ -72,19 +128,8 @@ def test_slopes_of_any_number_of_heads_are_alibis() -> None:
 def test_the_files_of_the_hub_are_read_and_others_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     encoder = TitanEncoder(TitanConfig(**SIZES, pool="cascade")).eval()
-    state = {f"vision_encoder.{name}": value for name, value in encoder.state_dict().items()}
-    save_file(state | {"text_encoder.x": torch.zeros(3)}, tmp_path / "model.safetensors")
-    of_vision = {
-        "embed_dim": 48,
-        "depth": 2,
-        "num_heads": 6,
-        "mlp_ratio": 2.0,
-        "mlp_patch_embed_dim": 20,
-        "attentional_pool": "cascade",
-        "attn_pooler_queries": 5,
-    }
+    of_vision = write_checkpoint(encoder, tmp_path, "cascade")
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "titan", "vision_config": of_vision}))
     again = load_titan_encoder(tmp_path)
     features, corners = made(40, 1)
     for one, other in zip(again(features[None], corners[None]), encoder(features[None], corners[None]), strict=True):

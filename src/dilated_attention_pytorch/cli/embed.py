@@ -26,11 +26,12 @@ _LINE_SECONDS = 5.0
 
 @dataclass(kw_only=True, slots=True)
 class Embed(EmbedSettings):
-    """Embed whole slides with GigaPath's slide encoder, on a CPU or any GPU, without flash-attn, timm or torchscale.
+    """Embed whole slides with the slide encoder of GigaPath or TITAN, on a CPU or any GPU, without flash-attn or timm.
 
     Slides are files of tile features, as TRIDENT, CLAM, STAMP, slide2vec or GigaPath's own pipeline write them: HDF5
     with the datasets `features` [tiles, 1536] and `coords` [tiles, 2], or .pt dictionaries of the same. The checkpoint
-    is slide_encoder.pth of prov-gigapath/prov-gigapath on the Hugging Face hub, or the same weights in safetensors.
+    is slide_encoder.pth of prov-gigapath/prov-gigapath on the Hugging Face hub, or the same weights in safetensors; or
+    the folder of MahmoodLab/TITAN, for features of CONCH v1.5.
 
         dilated-attention embed features_gigapath/ --checkpoint slide_encoder.pth --output embeddings/
 
@@ -48,7 +49,8 @@ class Embed(EmbedSettings):
     slides: tyro.conf.Positional[tuple[Path, ...]]
     """Files of tile features (.h5, .hdf5, .pt, .npz), or folders that contain them."""
     checkpoint: Path
-    """Weights of the slide encoder: slide_encoder.pth, or a .safetensors file. No code in it is executed."""
+    """Weights of the slide encoder: slide_encoder.pth, a .safetensors file, or TITAN's folder (config.json and
+    model.safetensors). No code in it is executed."""
     output: Path
     """Output folder: a new one, or that of an earlier run of the same command."""
 

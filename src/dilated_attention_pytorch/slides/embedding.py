@@ -19,6 +19,7 @@ from .encoder import SlideEncoder
 from .files import Source, UnreadableFileError, find_slides
 from .patients import read_patients
 from .settings import EmbedSettings
+from .titan import TitanEncoder
 from .worker import Done, Worker
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Embedder:
         self.worker = Worker(checkpoint, output, settings if is_local else replace(settings, device="cpu", threads=0))
 
     @property
-    def encoder(self) -> SlideEncoder:
+    def encoder(self) -> SlideEncoder | TitanEncoder:
         """The encoder, on its device."""
         return self.worker.encoder
 

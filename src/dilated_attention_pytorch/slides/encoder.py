@@ -116,6 +116,15 @@ class SlideEncoderConfig:
         self.pattern  # noqa: B018 - raises if its numbers are invalid
 
     @property
+    def tile_encoder(self) -> str:
+        """Name of the tile encoder of the features."""
+        return "gigapath"
+
+    def grid_of(self, coordinates: Tensor, tile_size: int) -> Tensor:
+        """Grid positions of tiles; see :func:`tile_grid`."""
+        return tile_grid(coordinates, tile_size, self.grid_size)
+
+    @property
     def pattern(self) -> DilatedPattern:
         """The pattern of every layer, with the offset rule of the authors' code."""
         return DilatedPattern(self.segment_lengths, self.dilation_rates, offset_rule="block", tail=self.tail)
@@ -233,7 +242,7 @@ class SlideEncoder(nn.Module):
             RankFailure: the ranks' calls differ, or a rank died or does not respond.
         """
         boundaries = self._check_call(features, coordinates, cu_seqlens)
-        grid = tile_grid(coordinates, tile_size, self.config.grid_size)
+        grid = self.config.grid_of(coordinates, tile_size)
         token: Tensor = self.cls_token
         num_tokens = 1
         rows = BatchRows(features.shape[0], features.shape[1] + 1)

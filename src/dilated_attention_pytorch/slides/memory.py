@@ -13,6 +13,7 @@ from dilated_attention_pytorch.memory import free_memory, peak_memory
 from dilated_attention_pytorch.training.autocast import autocast
 
 from .encoder import SlideEncoder
+from .titan import TitanEncoder
 
 _FEW, _MANY = 1024, 6144
 _OF_FREE = 0.5
@@ -42,7 +43,7 @@ class TrainingBytes:
 
 
 def measure_limits(
-    encoder: SlideEncoder,
+    encoder: SlideEncoder | TitanEncoder,
     device: torch.device,
     precision: str,
     batch_tiles: int,
@@ -65,7 +66,12 @@ def measure_limits(
     Returns:
         the limits; None on a system that reports neither peak nor free memory.
     """
-    shallow = SlideEncoder(dataclasses.replace(encoder.config, num_layers=1)).to(device).eval()
+    shallow: SlideEncoder | TitanEncoder
+    if isinstance(encoder, SlideEncoder):
+        shallow = SlideEncoder(dataclasses.replace(encoder.config, num_layers=1))
+    else:
+        shallow = TitanEncoder(dataclasses.replace(encoder.config, num_layers=1))
+    shallow.to(device).eval()
 
     def call(features: Tensor, grid: Tensor) -> None:
         with torch.inference_mode(), autocast(precision, device.type):
@@ -123,12 +129,12 @@ def measure_training_bytes(encoder: SlideEncoder, device: torch.device, precisio
 
 
 def _measure_tile_bytes(
-    call: Callable[[Tensor, Tensor], object], encoder: SlideEncoder, device: torch.device
+    call: Callable[[Tensor, Tensor], object], encoder: SlideEncoder | TitanEncoder, device: torch.device
 ) -> int | None:
     """Peak bytes per tile of ``call(features [1, N, C], grid cells [1, N, 2])``; None if no peak is reported."""
 
     def on_slide(tiles: int) -> None:
-        side = encoder.config.grid_size
+        side = encoder.config.grid_size if isinstance(encoder, SlideEncoder) else _MANY
         cells = torch.arange(tiles, device=device) % side**2
         grid = torch.stack((cells // side, cells % side), dim=-1)[None]
         call(torch.randn(1, tiles, encoder.config.feature_dim, device=device), grid)

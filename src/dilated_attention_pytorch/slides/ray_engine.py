@@ -23,6 +23,7 @@ from .encoder import SlideEncoderConfig
 from .files import UnreadableFileError
 from .reading import TileSequence, read_sequence
 from .settings import EmbedSettings
+from .titan import TitanConfig
 from .worker import BATCH_TILES, Done, Inputs, Worker
 
 _CONNECT_SECONDS = 10.0
@@ -83,7 +84,7 @@ class RayEngine:
         checkpoint: Path,
         output: Path,
         settings: EmbedSettings,
-        config: SlideEncoderConfig,
+        config: SlideEncoderConfig | TitanConfig,
         tiles: Mapping[str, int],
     ) -> None:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -166,7 +167,9 @@ def _packed(value: object) -> Any:
     return numpy.frombuffer(pickle.dumps(value), dtype=numpy.uint8)
 
 
-def _read(row: Mapping[str, Any], config: SlideEncoderConfig, settings: EmbedSettings) -> list[dict[str, Any]]:
+def _read(
+    row: Mapping[str, Any], config: SlideEncoderConfig | TitanConfig, settings: EmbedSettings
+) -> list[dict[str, Any]]:
     """The tiles of each input of a batch, or the file that cannot be read and why."""
     rows = []
     for name, paths in pickle.loads(row["inputs"].tobytes()):

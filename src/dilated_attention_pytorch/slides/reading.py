@@ -16,8 +16,8 @@ from dilated_attention_pytorch.errors import RunError, shortened
 
 from .encoder import SlideEncoderConfig
 from .files import Slide, Source, UnreadableFileError, read_slide
-from .grid import tile_grid
 from .settings import EmbedSettings
+from .titan import TitanConfig
 
 _GIGAPATH = (
     "gigapath",
@@ -68,7 +68,7 @@ class TileSequence(NamedTuple):
 
 
 def read_sequence(
-    name: str, paths: Sequence[Path], config: SlideEncoderConfig, settings: EmbedSettings
+    name: str, paths: Sequence[Path], config: SlideEncoderConfig | TitanConfig, settings: EmbedSettings
 ) -> TileSequence:
     """Read the slides of one sequence in the given order.
 
@@ -94,14 +94,14 @@ def read_sequence(
     return TileSequence(source, slides)
 
 
-def read_tiles(path: Path, config: SlideEncoderConfig, settings: EmbedSettings) -> TileRows:
+def read_tiles(path: Path, config: SlideEncoderConfig | TitanConfig, settings: EmbedSettings) -> TileRows:
     """The tiles of a file in the form that the encoder takes.
 
     Raises:
         RunError: the file does not match the encoder.
     """
     slide = read_slide(path, config.feature_dim)
-    _check_origin(slide, settings)
+    _check_origin(slide, settings, settings.encoder or config.tile_encoder)
     recorded, given = slide.tile_size, settings.tile_size
     if recorded is not None and given is not None and recorded != given:
         raise RunError(
@@ -117,19 +117,19 @@ def read_tiles(path: Path, config: SlideEncoderConfig, settings: EmbedSettings) 
     _check_spacing(slide, tile_size, settings.tile_spacing)
     coordinates = slide.coordinates.round() if settings.vector.rounds else slide.coordinates
     try:
-        grid = tile_grid(coordinates, tile_size, config.grid_size)
+        grid = config.grid_of(coordinates, tile_size)
     except (TypeError, ValueError) as error:
         remedy = "pass another --tile-size and --output" if recorded is None else "extract its features again"
         raise RunError(f"{error}; {remedy} if {tile_size} is wrong") from error
     return TileRows(path, slide.features, grid, slide, tile_size)
 
 
-def _check_origin(slide: Slide, settings: EmbedSettings) -> None:
+def _check_origin(slide: Slide, settings: EmbedSettings, encoder: str) -> None:
     """Raise :class:`RunError` if the file records another tile encoder or magnification than is meant."""
-    if slide.encoder is not None and _plain(slide.encoder) != _plain(settings.encoder):
+    if slide.encoder is not None and _plain(slide.encoder) != _plain(encoder):
         name = shortened(slide.encoder)
         raise RunError(
-            f"its features are of the tile encoder {name}, as it records, expected {settings.encoder}: extract "
+            f"its features are of the tile encoder {name}, as it records, expected {encoder}: extract "
             f"them with that one, or pass --encoder {shlex.quote(name)} if the checkpoint was trained on {name}"
         )
     recorded = slide.magnification

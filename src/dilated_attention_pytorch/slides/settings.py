@@ -36,8 +36,9 @@ class EmbedSettings:
     tile_spacing: int | None = None
     """Pixels from one tile to the next where tiles overlap or have gaps. Default: the tile size, less an overlap that
     the file records. A slide whose tiles stand otherwise is skipped, as its tile size is probably wrong."""
-    encoder: str = "gigapath"
-    """Tile encoder of the features. A file that records another one is skipped."""
+    encoder: str | None = None
+    """Tile encoder of the features. A file that records another one is skipped. Default: that of the released
+    checkpoint, gigapath or (TITAN) conch_v15."""
     magnification: float = 20.0
     """Magnification of the tiles: 20 is 0.5 micrometres a pixel. A file that records another one is skipped."""
     like: Like | None = None
@@ -119,7 +120,7 @@ class EmbedSettings:
             if is_given and self.format == "parquet":
                 raise ValueError(f"{what} is written in HDF5; leave out format parquet")
         check_number(self, "magnification", above=0)
-        if not self.encoder.strip():
+        if self.encoder is not None and not self.encoder.strip():
             raise ValueError("encoder must be a name, got an empty one")
         if self.memory is not None:
             check_number(self, "memory", above=0, most=_MOST_GIGABYTES)

@@ -26,7 +26,7 @@ _EPS = 1e-6
 _BIAS_ELEMENTS = 2**25
 """Biases computed at a time: 128 MiB in float32."""
 _PREFIX = "vision_encoder."
-_CONFIG = "config.json"
+_CONFIG, WEIGHTS_NAME = "config.json", "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +72,15 @@ class TitanConfig:
                 )
         if self.pool not in get_args(AttentionalPool):
             raise ValueError(f'pool must be "parallel" or "cascade", got {self.pool!r}')
+
+    @property
+    def tile_encoder(self) -> str:
+        """Name of the tile encoder of the features."""
+        return "conch_v15"
+
+    def grid_of(self, coordinates: Tensor, tile_size: int) -> Tensor:
+        """Cells ``[N, 2]`` of tiles, counted from the least coordinates of the slide."""
+        return torch.div(coordinates - coordinates.amin(dim=0), tile_size, rounding_mode="floor").long()
 
 
 class TitanEncoder(nn.Module):
@@ -149,7 +158,9 @@ class TitanEncoder(nn.Module):
 
     def _embed(self, features: Tensor, coordinates: Tensor, tile_size: int) -> tuple[Tensor, Tensor]:
         """The embedding ``[E]`` and the class token after every layer ``[L + 1, E]`` of one slide."""
-        cells, features = _cells(features, coordinates, tile_size)
+        if not len(coordinates):
+            raise ValueError("a slide must have at least one tile, got none; leave it out")
+        cells, features = _summed(features, self.config.grid_of(coordinates, tile_size))
         x = self.patch_embed(features.to(self.cls_token.dtype))
         x = torch.cat((self.cls_token[0].to(x.dtype), x))[None]
         x, states = self.blocks(x, cells)
@@ -158,11 +169,8 @@ class TitanEncoder(nn.Module):
         return self.attn_pool_contrastive(rows)[0, 0], torch.stack(states)
 
 
-def _cells(features: Tensor, coordinates: Tensor, tile_size: int) -> tuple[Tensor, Tensor]:
-    """Cells ``[M, 2]`` that hold tissue, row by row, and the sums ``[M, C]`` of the features in each."""
-    if not len(coordinates):
-        raise ValueError("a slide must have at least one tile, got none; leave it out")
-    grid = torch.div(coordinates - coordinates.amin(dim=0), tile_size, rounding_mode="floor").long()
+def _summed(features: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """The cells ``[M, 2]`` of a grid that hold tissue, row by row, and the sums ``[M, C]`` of the features in each."""
     cells, cell_of = grid.unique(dim=0, return_inverse=True)
     sums = features.new_zeros(len(cells), features.shape[1]).index_add(0, cell_of, features)
     is_tissue = (sums != 0).any(dim=1)
@@ -279,7 +287,7 @@ def load_titan_encoder(folder: Path | str) -> TitanEncoder:
     config = _config(folder / _CONFIG)
     weights = {
         name.removeprefix(_PREFIX): value
-        for name, value in read_weights(folder / "model.safetensors").items()
+        for name, value in read_weights(folder / WEIGHTS_NAME).items()
         if name.startswith(_PREFIX)
     }
     with torch.device("meta"):

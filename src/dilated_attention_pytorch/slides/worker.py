@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, require, set_threads
@@ -21,12 +21,13 @@ from dilated_attention_pytorch.training.autocast import autocast
 
 from .checkpoint import load_slide_encoder
 from .claims import Claims, local_process
-from .encoder import Pooling, SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides
+from .encoder import Pooling, SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides, states_after
 from .files import Source, UnreadableFileError
 from .memory import TileLimits, measure_limits
 from .reading import TileSequence, read_sequence
 from .settings import EmbedSettings
 from .store import Result, Store
+from .titan import WEIGHTS_NAME, TitanEncoder, load_titan_encoder
 
 BATCH_TILES = 16384
 """Of a batch on a GPU, unless the settings say otherwise."""
@@ -213,15 +214,15 @@ class Worker:
         features, grid, cu_seqlens = pack_slides([(sequence.features, sequence.grid) for sequence in batch])
         # Row 0 of every sequence is its class token.
         rows = [(start + slide, stop + slide + 1) for slide, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))]
-        states: list[Tensor] = []
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(autocast(settings.precision, self.device.type))
             pooled = pooled_rows(rows, settings.vector.pooling)
             maps = stack.enter_context(attention_maps(pooled)) if settings.maps else []
             calls = stack.enter_context(attention_calls()) if settings.rollout else []
-            if settings.tiles is not None:
-                stack.enter_context(_output_of(encoder, settings.tiles, states))
+            states: list[Tensor] = []
+            if settings.tiles is not None and isinstance(encoder, SlideEncoder):
+                states = stack.enter_context(states_after(encoder, settings.tiles))
             embeddings, layers = encoder(
                 features.to(self.device), grid.to(self.device), tile_size=1, cu_seqlens=cu_seqlens
             )
@@ -258,9 +259,11 @@ def pooled_rows(rows: Sequence[tuple[int, int]], pooling: Pooling) -> Tensor:
 
 
 @contextmanager
-def _counting_layers(encoder: SlideEncoder, computing: Callable[[float], None], tiles: int) -> Iterator[None]:
+def _counting_layers(
+    encoder: SlideEncoder | TitanEncoder, computing: Callable[[float], None], tiles: int
+) -> Iterator[None]:
     """Count the tiles of a batch by the layers that are computed."""
-    layers = encoder.encoder.layers
+    layers = encoder.encoder.layers if isinstance(encoder, SlideEncoder) else encoder.blocks.modules_list
 
     def count(index: int) -> Callable[..., None]:
         return lambda *_: computing(tiles * (index + 1) / len(layers))
@@ -273,27 +276,9 @@ def _counting_layers(encoder: SlideEncoder, computing: Callable[[float], None], 
             hook.remove()
 
 
-@contextmanager
-def _output_of(encoder: SlideEncoder, layer: int, states: list[Tensor]) -> Iterator[None]:
-    """Append the states ``[1, N, E]`` after ``layer`` to ``states``; after layer 0, the input of the first."""
-
-    def keep_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        states.append(inputs[0])
-
-    def keep_output(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        states.append(output)
-
-    layers = encoder.encoder.layers
-    hook = (
-        layers[layer - 1].register_forward_hook(keep_output)
-        if layer
-        else layers[0].register_forward_pre_hook(keep_input)
-    )
-    with hook:
-        yield
-
-
-def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder:
+def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder | TitanEncoder:
+    if checkpoint.is_dir():
+        return _load_titan(checkpoint, settings)
     if checkpoint.suffix == ".safetensors":
         require("a .safetensors file", ("safetensors",), "slides")
     try:
@@ -311,6 +296,30 @@ def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder:
     return encoder
 
 
-def _digest(file: Path) -> str:
+def _load_titan(folder: Path, settings: EmbedSettings) -> TitanEncoder:
+    require("a .safetensors file", ("safetensors",), "slides")
+    of_gigapath = {
+        "--like": settings.like,
+        "--pooling": settings.pooling,
+        "--layer": settings.layer,
+        "--maps": settings.maps,
+        "--rollout": settings.rollout,
+        "--tiles": settings.tiles,
+        "--prefix": settings.prefix,
+        "--patients": settings.patients,
+    }
+    given = [flag for flag, value in of_gigapath.items() if value not in (None, False, "")]
+    if given:
+        raise RunError(
+            f"{given[0]} is for GigaPath's encoder, and --checkpoint {folder} is a folder, TITAN's: leave it out"
+        )
+    try:
+        return load_titan_encoder(folder)
+    except (ValueError, FileNotFoundError) as error:
+        raise RunError(f"--checkpoint {error}") from error
+
+
+def _digest(checkpoint: Path) -> str:
+    file = checkpoint / WEIGHTS_NAME if checkpoint.is_dir() else checkpoint
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
