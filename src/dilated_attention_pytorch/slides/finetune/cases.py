@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -117,19 +117,18 @@ def without_missing(labels: Labels, paths: Mapping[str, Path], *, may_skip: bool
             "--skip-missing to leave those cases out"
         )
     absent = set(missing)
-    return without(labels, [case.name for case in labels.cases if absent & set(case.slides)])
+    left_out = [case.name for case in labels.cases if absent & set(case.slides)]
+    return without(labels, left_out), left_out
 
 
-def without(labels: Labels, names: list[str]) -> tuple[Labels, list[str]]:
-    """The labels without the cases of these names, and the names.
+def without(labels: Labels, names: Collection[str]) -> Labels:
+    """The labels without the cases of these names.
 
     Raises:
         RunError: no case is left.
     """
-    if not names:
-        return labels, []
-    kept = [index for index, case in enumerate(labels.cases) if case.name not in set(names)]
+    kept = [index for index, case in enumerate(labels.cases) if case.name not in names]
     if not kept:
         raise RunError(f"none of the {len(labels.cases):,} cases has readable slides; check the paths and the labels")
     cases = tuple(labels.cases[index] for index in kept)
-    return dataclasses.replace(labels, cases=cases, targets=labels.targets[kept]), names
+    return dataclasses.replace(labels, cases=cases, targets=labels.targets[kept])
