@@ -216,7 +216,7 @@ def test_a_killed_command_ends_with_the_same_bits(cohort: Cohort, tmp_path: Path
         (MOMENTS, {"lora": 2, "precision": "bfloat16"}),
         (MOMENTS[:2], {"freeze": True}),
         (MOMENTS[:2], {"task": "survival", "by_patient": True, "test": 0.4}),
-        ([(vectors, "replacing", 1), (vectors, "save_file", 1)], {"freeze": True}),
+        ([(vectors, "write_tensors", 1), (results, "save", 1)], {"freeze": True}),
     ],
 )
 def test_other_commands_that_are_killed_end_with_the_same_bits(
