@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 Group = Literal[
-    "attention", "triton", "models", "training", "planner", "parallel", "selection", "slides", "transformers"
+    "attention",
+    "triton",
+    "models",
+    "training",
+    "planner",
+    "parallel",
+    "selection",
+    "slides",
+    "slide training",
+    "transformers",
 ]
 PACKAGE = Path(__file__).parents[1] / "src" / "dilated_attention_pytorch"
 _ATTENTION = ("csrc", "kernels/*", "ops", "patterns", "plan", "precision.py", "tracing.py")
@@ -35,6 +44,7 @@ _SELECTION = (
     "data_sheets.toml",
     "memory.py",
 )
+_SLIDES = (*_MODELS, "integrations", "slides", "memory.py", "training/autocast.py")
 FOLDERS: dict[Group, tuple[str, ...]] = {
     "attention": _ATTENTION,
     "triton": (*_ATTENTION, "kernels/triton"),
@@ -43,7 +53,8 @@ FOLDERS: dict[Group, tuple[str, ...]] = {
     "planner": (*_TRAINING, *_SELECTION, "estimate"),
     "parallel": (*_ATTENTION, "parallel", "estimate/parallel.py"),
     "selection": (*_ATTENTION, *_SELECTION),
-    "slides": (*_MODELS, "integrations", "slides", "memory.py", "training/autocast.py"),
+    "slides": _SLIDES,
+    "slide training": (*_SLIDES, "parallel", "estimate/parallel.py"),
     "transformers": (*_MODELS, "integrations"),
 }
 """Files and folders of the package that figures of a group depend on; "kernels/*": without its subfolders."""

@@ -50,6 +50,7 @@ ALLOWED = {
         "memory",
         "models",
         "output",
+        "parallel",
         "tracing",
         "training",
     },

@@ -41,6 +41,7 @@ ELSEWHERE = {
     ("nn/dynamic.py", "selection"),  # measured by benchmarks.selection alone
     ("parallel/modules.py", "nn"),
     ("parallel/selection.py", "selection"),
+    ("slides/rank_rows.py", "parallel"),  # measured by benchmarks.slide_training alone
     ("slides/settings.py", "training/run_settings.py"),
 }
 """What one file imports, and no figure of the groups without it depends on."""

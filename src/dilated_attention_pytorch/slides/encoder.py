@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,15 @@ from torch.utils._pytree import _register_namedtuple
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.models.displaced_rows import warn_of_displaced_rows
-from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, check_dropout, check_size, documents_of
 from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.patterns.dilated import Tail
 
 from .grid import position_table, tile_grid
+from .rows import BatchRows, PackedRows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Pooling = Literal["class", "mean"]
 
@@ -194,39 +197,68 @@ class SlideEncoder(nn.Module):
         self.encoder.is_recomputed = False
 
     def forward(
-        self, features: Tensor, coordinates: Tensor, *, tile_size: int = 256, cu_seqlens: Tensor | None = None
+        self,
+        features: Tensor,
+        coordinates: Tensor,
+        *,
+        tile_size: int = 256,
+        cu_seqlens: Tensor | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> SlideEmbeddings:
         """Embed slides.
+
+        With ``mesh``, ranks share every slide: all make the same call with the same slides, each computes its share of
+        the tiles, and all get the same embeddings, those of one process to rounding. The mean over the ranks of their
+        gradients, as DistributedDataParallel and FSDP take it, is the gradient of the ranks' mean loss: that of one
+        process if all compute the same loss. This holds for the encoder's weights and for those of a head.
 
         Args:
             features: tile features ``[B, N, C]`` of B slides of equal length, or ``[1, N, C]`` of packed slides.
             coordinates: ``[B, N, 2]`` of the tiles, in pixels; integers, or floats that :func:`tile_grid` rounds down.
             tile_size: edge length of a tile in the same pixels; 1 if the coordinates count tiles.
             cu_seqlens: int32 ``[S + 1]`` boundaries of packed slides along N, see :func:`pack_slides`.
+            mesh: the ranks that share the slides, a 1-D mesh; released weights (``tail="zero_padded"``) take at most
+                as many ranks as heads. ``features`` may lie on the CPU, or in a memory-mapped file: only this rank's
+                tiles are read and moved to the encoder's device.
 
         Returns:
             the embeddings of the S slides; S = B without ``cu_seqlens``.
 
         Raises:
             TypeError, ValueError: shapes or dtypes do not match, a slide has no tiles, or a tile is outside the grid.
+            NotImplementedError: ``mesh`` with ``cu_seqlens`` or inside :func:`attention_maps`.
+            RankFailure: the ranks' calls differ, or a rank died or does not respond.
         """
         boundaries = self._check_call(features, coordinates, cu_seqlens)
         grid = tile_grid(coordinates, tile_size, self.config.grid_size)
-        x = self.patch_embed(features.to(self.cls_token.dtype))
+        token: Tensor = self.cls_token
+        num_tokens = 1
+        rows = BatchRows(features.shape[0], features.shape[1] + 1)
+        if mesh is not None:
+            from .rank_rows import RankRows  # imports torch.distributed
+
+            if boundaries is not None:
+                raise NotImplementedError(
+                    "packed slides are not shared by ranks, got mesh and cu_seqlens: call once per slide with mesh, or "
+                    "give every rank slides of its own without it"
+                )
+            rows = RankRows(features.shape[0], rows.length, mesh)
+            features, grid = (part[:, rows.tiles].to(token.device) for part in (features, grid))
+            num_tokens = rows.num_tokens
+        x = self.patch_embed(features.to(token.dtype))
         # Not kept in a buffer: after to_empty nothing would fill it again.
-        positions = position_table(self.config.grid_size, self.config.embed_dim).to(self.cls_token)
+        positions = position_table(self.config.grid_size, self.config.embed_dim).to(token)
         # The first half of the width encodes the second coordinate.
         x = x + torch.cat((positions[grid[..., 1]], positions[grid[..., 0]]), dim=-1)
+        token = token.to(x.dtype)
         if boundaries is None:
-            x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
-            return self._pooled(self.encoder(x, None))
-        token = self.cls_token.to(x.dtype)
-        slides = x.split([stop - start for start, stop in pairwise(boundaries)], dim=1)
-        ends = tuple(end + slide for slide, end in enumerate(boundaries))
-        return self._pooled(self.encoder(torch.cat([part for slide in slides for part in (token, slide)], 1), ends))
-
-    def _pooled(self, pooled: tuple[list[Tensor], Tensor]) -> SlideEmbeddings:
-        states, last = pooled
+            # A rank without the token uses none of it, so that its gradient is 0 there.
+            x = torch.cat((token.expand(x.shape[0], -1, -1)[:, :num_tokens], x), dim=1)
+        else:
+            slides = x.split([stop - start for start, stop in pairwise(boundaries)], dim=1)
+            x = torch.cat([part for slide in slides for part in (token, slide)], 1)
+            rows = PackedRows(tuple(end + slide for slide, end in enumerate(boundaries)))
+        states, last = self.encoder(x, rows)
         return SlideEmbeddings(self.norm(last), self.norm(torch.stack(states, dim=1)))
 
     def _check_call(self, features: Tensor, coordinates: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
@@ -301,25 +333,23 @@ class _Layers(nn.Module):
         self.is_recomputed = False
         """Whether layers are recomputed in the backward pass."""
 
-    def forward(self, x: Tensor, ends: tuple[int, ...] | None) -> tuple[list[Tensor], Tensor]:
+    def forward(self, x: Tensor, rows: BatchRows) -> tuple[list[Tensor], Tensor]:
         """The pooled states ``[S, E]`` of ``x [B, N, E]`` and of every layer, and of the last layer after the norm."""
+        pool = rows.class_tokens if self.pooling == "class" else rows.means
         x = functional.dropout(x, self.dropout, self.training)
-        states = [self._pool(x, ends)]
+        pooled = [pool(x)]
         for layer in self.layers:
             if self.is_recomputed and torch.is_grad_enabled():
-                x = checkpoint(layer, x, ends, use_reentrant=False)
+                x = checkpoint(layer, x, rows, use_reentrant=False)
             else:
-                x = layer(x, ends)
-            states.append(self._pool(x, ends))
-        # LayerNorm acts per row, so the class token can be normalised alone.
-        return states, self.layer_norm(states[-1]) if self.pooling == "class" else self._pool(self.layer_norm(x), ends)
-
-    def _pool(self, x: Tensor, ends: tuple[int, ...] | None) -> Tensor:
-        if ends is None:
-            return x[:, 0] if self.pooling == "class" else x[:, 1:].mean(dim=1)
+                x = layer(x, rows)
+            pooled.append(pool(x))
         if self.pooling == "class":
-            return x[0, list(ends[:-1])]
-        return torch.stack([x[0, start + 1 : stop].mean(dim=0) for start, stop in pairwise(ends)])
+            # LayerNorm acts per row, so the class token can be normalised alone.
+            states = rows.completed(pooled)
+            return states, self.layer_norm(states[-1])
+        *states, last = rows.completed([*pooled, pool(self.layer_norm(x))])
+        return states, last
 
 
 class _Layer(nn.Module):
@@ -332,25 +362,17 @@ class _Layer(nn.Module):
         self.dropout = config.dropout
         self.drop_path = drop_path
 
-    def forward(self, x: Tensor, ends: tuple[int, ...] | None) -> Tensor:
+    def forward(self, x: Tensor, rows: BatchRows) -> Tensor:
         """``[B, N, E]`` to ``[B, N, E]``."""
-        x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), ends), ends)
-        return x + self._dropped(self.ffn(self.final_layer_norm(x)), ends)
+        x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), rows), rows)
+        return x + self._dropped(self.ffn(self.final_layer_norm(x)), rows)
 
-    def _dropped(self, branch: Tensor, ends: tuple[int, ...] | None) -> Tensor:
+    def _dropped(self, branch: Tensor, rows: BatchRows) -> Tensor:
         """Dropout, then stochastic depth per slide, in training; survivors are scaled up."""
         if not self.training:
             return branch
         branch = functional.dropout(branch, self.dropout)
-        if not self.drop_path:
-            return branch
-        kept = 1.0 - self.drop_path
-        num_slides = branch.shape[0] if ends is None else len(ends) - 1
-        factors = torch.empty(num_slides, device=branch.device).bernoulli_(kept).div_(kept).to(branch.dtype)
-        if ends is None:
-            return branch * factors[:, None, None]
-        lengths = torch.tensor([stop - start for start, stop in pairwise(ends)], device=branch.device)
-        return branch * factors.repeat_interleave(lengths)[None, :, None]
+        return branch * rows.kept(branch, 1.0 - self.drop_path) if self.drop_path else branch
 
 
 class _Attention(nn.Module):
@@ -363,16 +385,13 @@ class _Attention(nn.Module):
         self.pattern = config.pattern
         self._displaced: set[tuple[int, int]] = set()
 
-    def forward(self, x: Tensor, ends: tuple[int, ...] | None) -> Tensor:
+    def forward(self, x: Tensor, rows: BatchRows) -> Tensor:
         """``[B, N, E]`` to ``[B, N, E]``."""
-        longest = max(stop - start for start, stop in pairwise(ends or (0, x.shape[1])))
-        warn_of_displaced_rows(self.pattern, longest, self._displaced, stacklevel=2)
+        warn_of_displaced_rows(self.pattern, rows.length, self._displaced, stacklevel=2)
         q, k, v = (
             projection(x).unflatten(-1, (self.num_heads, -1)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-        heads = attend(q, k, v, self.pattern, cu_seqlens=cu_seqlens, heads_first=False)
-        return self.out_proj(self.inner_attn_ln(heads.flatten(-2)))
+        return self.out_proj(self.inner_attn_ln(rows.attend(q, k, v, self.pattern).flatten(-2)))
 
 
 class _FeedForward(nn.Module):

@@ -32,6 +32,7 @@ class CaseFiles:
 
     def __init__(self, paths: Mapping[str, Path], config: SlideEncoderConfig, settings: EmbedSettings) -> None:
         self.paths, self.config, self.settings = paths, config, settings
+        self._tiles: dict[str, int] = {}
 
     def read(self, case: Case) -> TileSequence:
         """Read the slides of a case as one sequence, each tile at its place on its own slide.
@@ -46,7 +47,9 @@ class CaseFiles:
 
     def num_tiles(self, case: Case) -> int:
         """Tiles of a case, from the heads of its files; 0 for a file that cannot be read."""
-        return sum(num_tiles(self.paths[name]) for name in case.slides)
+        if case.name not in self._tiles:
+            self._tiles[case.name] = sum(num_tiles(self.paths[name]) for name in case.slides)
+        return self._tiles[case.name]
 
 
 class CaseEmbeddings:
