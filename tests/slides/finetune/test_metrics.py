@@ -168,6 +168,22 @@ def test_a_metric_that_is_not_defined_is_nan_and_the_reason_is_said(
 
 
 @pytest.mark.parametrize(("task", "outputs"), TASKS)
+def test_intervals_are_those_of_the_metrics_of_every_resample(task: Task, outputs: int) -> None:
+    scores, targets = made(task, 12, outputs, 1)
+    patients = [f"p{index // 3 * index % 7}" for index in range(12)]
+    names = list(dict.fromkeys(patients))
+    drawn = torch.randint(len(names), (130, len(names)), generator=torch.Generator().manual_seed(5)).tolist()
+    cases = [[i for name in row for i, patient in enumerate(patients) if patient == names[name]] for row in drawn]
+    resampled = [metrics(task, scores[indices], targets[indices]) for indices in cases]
+    found = with_intervals(task, scores, targets, patients, resamples=130, seed=5, level=0.8)
+    for name, interval in found.items():
+        values = [of[name] for of in resampled]
+        ends = np.nanquantile(values, [0.1, 0.9])
+        assert (interval.low, interval.high) == pytest.approx(tuple(ends), abs=1e-9), name
+        assert interval.undefined == sum(map(math.isnan, values)), name
+
+
+@pytest.mark.parametrize(("task", "outputs"), TASKS)
 def test_the_cases_of_a_patient_are_drawn_together(task: Task, outputs: int) -> None:
     """Each case three times, as slides of one patient, tells no more than once."""
     scores, targets = made(task, 20, outputs, 3)

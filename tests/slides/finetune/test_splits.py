@@ -96,6 +96,16 @@ def test_values_and_events_are_spread_over_the_folds() -> None:
         assert events[list(split.test), 1].sum() == 2
 
 
+def test_the_rarest_label_is_spread_over_the_folds() -> None:
+    number = torch.arange(50)
+    targets = torch.stack([number % 2 == 0, number % 5 == 0, number % 3 > 0], 1).float()
+    cases = tuple(Case(f"s{n}", f"p{n}", (f"s{n}",), None) for n in range(50))
+    labels = Labels("multilabel", cases, targets, ("a", "b", "c"))
+    for seed in range(3):
+        for split in make_splits(labels, folds=5, validation=0, test=0.2, seed=seed):
+            assert targets[list(split.test), 1].sum() == 2
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_seed_gives_one_split_whatever_the_order_of_the_lines(task: Task) -> None:
     labels = made_labels(task, 41, 0)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from .labels import Task
 
@@ -18,6 +19,10 @@ BEST: Mapping[Task, str] = {
     "survival": "c_index",
 }
 """The validation metric by which the best epoch is chosen. Greater is better."""
+
+
+_BATCH = 100
+"""Resamples that are computed together."""
 
 
 class Interval(NamedTuple):
@@ -33,9 +38,9 @@ class Interval(NamedTuple):
 def metrics(task: Task, scores: Tensor, targets: Tensor) -> dict[str, float]:
     r"""Compute the metrics of a task in float64.
 
-    - classification of two classes: ``auroc``, ``average_precision``, ``balanced_accuracy``, ``accuracy``, ``f1``,
+    - classification of two classes: ``auroc``, ``average_precision``, ``accuracy``, ``balanced_accuracy``, ``f1``,
       ``kappa`` (Cohen), the second class being the positive one;
-    - of more: ``auroc`` (mean over classes against the others), ``balanced_accuracy``, ``accuracy``, ``f1`` (mean over
+    - of more: ``auroc`` (mean over classes against the others), ``accuracy``, ``balanced_accuracy``, ``f1`` (mean over
       classes), ``kappa``, ``quadratic_kappa`` (weights :math:`(i-j)^2`, for classes in order);
     - multilabel: ``auroc`` and ``average_precision``, means over labels;
     - regression: ``pearson_r``, ``r2``, ``mae``, means over columns;
@@ -59,7 +64,8 @@ def metrics(task: Task, scores: Tensor, targets: Tensor) -> dict[str, float]:
         )
     if not scores.isfinite().all():
         raise ValueError("scores must be finite, got NaN or infinity: the training has diverged")
-    return _METRICS[task](scores.double(), targets)
+    values = _METRICS[task](scores.double(), targets, torch.ones(1, len(scores), dtype=torch.float64))
+    return {name: value.item() for name, value in values.items()}
 
 
 def with_intervals(
@@ -89,23 +95,18 @@ def with_intervals(
         ValueError: see :func:`metrics`.
     """
     values = metrics(task, scores, targets)
-    cases: dict[str, list[int]] = {}
-    for index, patient in enumerate(patients):
-        cases.setdefault(patient, []).append(index)
-    of_patients = [torch.tensor(indices) for indices in cases.values()]
-    generator = torch.Generator().manual_seed(seed)
-    drawn: dict[str, list[float]] = {name: [] for name in values}
-    for _ in range(resamples):
-        patients_drawn = torch.randint(len(of_patients), (len(of_patients),), generator=generator)
-        indices = torch.cat([of_patients[patient] for patient in patients_drawn.tolist()])
-        for name, value in metrics(task, scores[indices], targets[indices]).items():
-            drawn[name].append(value)
+    number = {patient: index for index, patient in enumerate(dict.fromkeys(patients))}
+    owners = torch.tensor([number[patient] for patient in patients])
+    drawn = torch.randint(len(number), (resamples, len(number)), generator=torch.Generator().manual_seed(seed))
+    of_patients = torch.zeros(drawn.shape, dtype=torch.float64)
+    of_patients.scatter_add_(1, drawn, torch.ones_like(of_patients))
+    batches = [_METRICS[task](scores.double(), targets, batch[:, owners]) for batch in of_patients.split(_BATCH)]
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     intervals = {}
     for name, value in values.items():
-        defined = torch.tensor([x for x in drawn[name] if not math.isnan(x)], dtype=torch.float64)
-        low, high = defined.quantile(ends).tolist() if len(defined) else (math.nan, math.nan)
-        intervals[name] = Interval(value, low, high, resamples - len(defined))
+        resampled = torch.cat([batch[name] for batch in batches])
+        low, high = resampled.nanquantile(ends).tolist()
+        intervals[name] = Interval(value, low, high, int(resampled.isnan().sum()))
     return intervals
 
 
@@ -115,7 +116,7 @@ def why_undefined(task: Task, targets: Tensor, classes: Sequence[str]) -> str | 
         absent = [name for index, name in enumerate(classes) if not (targets == index).any()]
         return f"No case has the class {absent[0]}, so some metrics are not defined." if absent else None
     if task == "survival":
-        lacks = not bool(_comparable(targets).any())
+        lacks = not bool(_pairs(targets[:, 0], targets)[0].any())
         return "No two cases can be compared, so the C-index is not defined." if lacks else None
     constant = [
         name for name, values in zip(classes, targets.unbind(1), strict=True) if bool((values == values[0]).all())
@@ -125,9 +126,9 @@ def why_undefined(task: Task, targets: Tensor, classes: Sequence[str]) -> str | 
 
 def roc_curve(score: Tensor, is_positive: Tensor) -> tuple[Tensor, Tensor]:
     """Rates of false and of true positives ``[T + 1]``, from (0, 0) to (1, 1), at the T distinct scores."""
-    true, false = _counts(score, is_positive)
-    origin = true.new_zeros(1)
-    return torch.cat([origin, false / false[-1]]), torch.cat([origin, true / true[-1]])
+    once = torch.ones(1, len(score), dtype=torch.float64)
+    true, false = (rates[0] / rates[0, -1] for rates in _positives(score, is_positive, once))
+    return false, true
 
 
 def c_index(risk: Tensor, targets: Tensor) -> float:
@@ -138,13 +139,13 @@ def c_index(risk: Tensor, targets: Tensor) -> float:
     over the pairs in which i has an event before time j, or at the time at which j is censored. Source: Harrell, Lee
     and Mark (1996), Statistics in Medicine 15, 361-387.
     """
-    return float(_concordance(risk)[_comparable(targets)].mean())
+    return metrics("survival", risk[:, None], targets)["c_index"]
 
 
 def discordance(risk: Tensor, targets: Tensor) -> Tensor:
     """The share of each case's pairs ``[N]`` that :func:`c_index` counts as wrong; NaN for a case without pairs."""
-    comparable = _comparable(targets)
-    wrong = (1 - _concordance(risk)).where(comparable, 0)
+    comparable, right = _pairs(risk, targets)
+    wrong = comparable - right
     return (wrong.sum(0) + wrong.sum(1)) / (comparable.sum(0) + comparable.sum(1))
 
 
@@ -179,96 +180,113 @@ def log_odds(scores: Tensor) -> Tensor:
     return scores - rest
 
 
-def _concordance(risk: Tensor) -> Tensor:
-    """1 where the risk of the row is greater than that of the column, 1/2 where they are equal."""
-    difference = risk[:, None] - risk
-    return (difference > 0).double() + (difference == 0).double() / 2
-
-
-def _comparable(targets: Tensor) -> Tensor:
+def _pairs(risk: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """1 for the pairs ``[N, N]`` that are compared, and for those in the right order; 1/2 for equal risks."""
     time, event = targets[:, 0], targets[:, 1] > 0
-    return event[:, None] & ((time[:, None] < time) | ((time[:, None] == time) & ~event))
+    comparable = event[:, None] & ((time[:, None] < time) | ((time[:, None] == time) & ~event))
+    right = (risk[:, None] > risk).double() + (risk[:, None] == risk).double() / 2
+    return comparable.double(), right.where(comparable, 0)
 
 
-def _counts(score: Tensor, is_positive: Tensor) -> tuple[Tensor, Tensor]:
-    """True and false positives ``[T]`` among the cases that reach each of the T distinct scores, descending."""
+# The functions below compute metrics [R] for R resamples, whose weights [R, N] are how often each case was drawn.
+
+
+def _positives(score: Tensor, is_positive: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """True and false positives ``[R, T + 1]``: none, then the cases that reach each of the T distinct scores."""
     score, order = score.sort(descending=True)
     is_last = torch.cat([score[1:] != score[:-1], torch.ones(1, dtype=torch.bool)])
-    true = is_positive[order].double().cumsum(0)[is_last]
-    return true, is_last.nonzero()[:, 0] + 1 - true
+    drawn = weights[:, order]
+    both = torch.stack([drawn * is_positive[order], drawn * ~is_positive[order]])
+    true, false = pad(both.cumsum(2)[:, :, is_last], (1, 0))
+    return true, false
 
 
-def _auroc(score: Tensor, is_positive: Tensor) -> float:
+def _auroc(score: Tensor, is_positive: Tensor, weights: Tensor) -> Tensor:
     """NaN without a positive or a negative case."""
-    false, true = roc_curve(score, is_positive)
-    return float(torch.trapezoid(true, false))
+    true, false = _positives(score, is_positive, weights)
+    return torch.trapezoid(true, false) / (true[:, -1] * false[:, -1])
 
 
-def _average_precision(score: Tensor, is_positive: Tensor) -> float:
+def _average_precision(score: Tensor, is_positive: Tensor, weights: Tensor) -> Tensor:
     """The sum over scores of the precision times the step of the recall; NaN without a positive case."""
-    true, false = _counts(score, is_positive)
-    steps = true.diff(prepend=true.new_zeros(1)) / true[-1]
-    return float((steps * true / (true + false)).sum())
+    true, false = _positives(score, is_positive, weights)
+    precision = true / (true + false).clamp(min=1)
+    return (true.diff() * precision[:, 1:]).sum(1) / true[:, -1]
 
 
-def _of_classes(scores: Tensor, targets: Tensor) -> dict[str, float]:
+def _of_classes(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
     number = scores.shape[1]
-    confusion = confusion_matrix(scores, targets).double()
-    hits, actual, called = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    seen = actual > 0
+    cells = one_hot(targets * number + scores.argmax(1), number**2).double()
+    confusion = (weights @ cells).unflatten(1, (number, number))
+    hits, actual, called = confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)
     f1 = 2 * hits / (actual + called)  # NaN for a class that no case has or gets
-    grade = torch.arange(number, dtype=torch.float64)
+    grade = torch.arange(number)
     distance = grade[:, None] - grade
     odds = log_odds(scores)
-    ranking = {"auroc": _mean([_auroc(odds[:, k], targets == k) for k in range(1 if number == 2 else 0, number)])}
+    positive = range(1 if number == 2 else 0, number)
+    found = {"auroc": _mean([_auroc(odds[:, k], targets == k, weights) for k in positive])}
     if number == 2:
-        ranking["average_precision"] = _average_precision(odds[:, 1], targets == 1)
-    found = {
-        **ranking,
-        "accuracy": float(hits.sum() / len(scores)),
-        "balanced_accuracy": float((hits / actual)[seen].mean()),
-        "f1": float(f1[1] if number == 2 else f1.nanmean()),
-        "kappa": _kappa(confusion, distance != 0),
-    }
+        found["average_precision"] = _average_precision(odds[:, 1], targets == 1, weights)
+    found["accuracy"] = hits.sum(1) / actual.sum(1)
+    found["balanced_accuracy"] = (hits / actual).nanmean(1)
+    found["f1"] = f1[:, 1] if number == 2 else f1.nanmean(1)
+    found["kappa"] = _kappa(confusion, distance != 0)
     if number > 2:
         found["quadratic_kappa"] = _kappa(confusion, distance**2)
-    if seen.sum() < 2:
-        return {**dict.fromkeys(found, math.nan), "accuracy": found["accuracy"]}
-    return found
+    has_two = (actual > 0).sum(1) > 1
+    return {name: value if name == "accuracy" else value.where(has_two, math.nan) for name, value in found.items()}
 
 
-def _kappa(confusion: Tensor, weight: Tensor) -> float:
+def _kappa(confusion: Tensor, weight: Tensor) -> Tensor:
     """Cohen's kappa: 1 - weighted disagreement / the same expected of independent ratings."""
-    chance = confusion.sum(1)[:, None] * confusion.sum(0) / confusion.sum()
-    return float(1 - (weight * confusion).sum() / (weight * chance).sum())
+    actual, called = confusion.sum(2), confusion.sum(1)
+    chance = actual[:, :, None] * called[:, None, :] / actual.sum(1)[:, None, None]
+    return 1 - (weight * confusion).sum((1, 2)) / (weight * chance).sum((1, 2))
 
 
-def _of_labels(scores: Tensor, targets: Tensor) -> dict[str, float]:
+def _of_labels(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
     columns = list(zip(scores.unbind(1), (targets > 0).unbind(1), strict=True))
     return {
-        "auroc": _mean([_auroc(*column) for column in columns]),
-        "average_precision": _mean([_average_precision(*column) for column in columns]),
+        "auroc": _mean([_auroc(*column, weights) for column in columns]),
+        "average_precision": _mean([_average_precision(*column, weights) for column in columns]),
     }
 
 
-def _of_values(scores: Tensor, targets: Tensor) -> dict[str, float]:
-    targets = targets.double()
-    error = scores - targets
-    centred, of_scores = targets - targets.mean(0), scores - scores.mean(0)
-    variation = centred.square().sum(0).where((targets != targets[0]).any(0), math.nan)
-    of_scores = of_scores.where((scores != scores[0]).any(0), math.nan)
-    correlation = (centred * of_scores).sum(0) / (variation * of_scores.square().sum(0)).sqrt()
-    r2 = 1 - error.square().sum(0) / variation
-    return {"pearson_r": float(correlation.mean()), "r2": float(r2.mean()), "mae": float(error.abs().mean())}
+def _of_values(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    found = [_of_value(*column, weights) for column in zip(scores.unbind(1), targets.double().unbind(1), strict=True)]
+    return {name: _mean([of_column[name] for of_column in found]) for name in found[0]}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _of_value(score: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    total = weights.sum(1)
+
+    def centred(values: Tensor) -> Tensor:
+        varies = values.where(weights > 0, -math.inf).amax(1) > values.where(weights > 0, math.inf).amin(1)
+        return (values - (weights @ values / total)[:, None]).where(varies[:, None], math.nan)
+
+    x, y = centred(target), centred(score)
+    variation = (weights * x.square()).sum(1)
+    correlation = (weights * x * y).sum(1) / (variation * (weights * y.square()).sum(1)).sqrt()
+    error = score - target
+    return {
+        "pearson_r": correlation,
+        "r2": 1 - weights @ error.square() / variation,
+        "mae": weights @ error.abs() / total,
+    }
 
 
-_METRICS: Mapping[Task, Callable[[Tensor, Tensor], dict[str, float]]] = {
+def _of_survival(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    comparable, right = _pairs(scores[:, 0], targets)
+    return {"c_index": (weights @ right * weights).sum(1) / (weights @ comparable * weights).sum(1)}
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*values]).mean(0)
+
+
+_METRICS: Mapping[Task, Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]] = {
     "classification": _of_classes,
     "multilabel": _of_labels,
     "regression": _of_values,
-    "survival": lambda scores, targets: {"c_index": c_index(scores[:, 0], targets)},
+    "survival": _of_survival,
 }

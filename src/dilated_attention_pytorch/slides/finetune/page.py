@@ -209,7 +209,8 @@ def _over_epochs(record: Record, name: str) -> Figure:
                 marker={"size": sizes},
             )
         )
-    return _with_axes(figure, "epoch", "", hovermode="x unified")
+    step = max(1, max(len(run.epochs) for run in record.runs) // 10)
+    return _with_axes(figure, "epoch", "", hovermode="x unified").update_xaxes(dtick=step)
 
 
 def _with_axes(figure: Figure, x: str, y: str, **layout: Any) -> Figure:
