@@ -19,6 +19,10 @@ CHECKPOINT=${CHECKPOINT:-/shared/slide_encoder.pth}
 OUTPUT=${OUTPUT:-/shared/embeddings}
 HEAD=${HEAD:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):6379}
 
+# Whoever reaches the ports of a Ray cluster can run programs on it, unless it has a token. The home folder is shared.
+export RAY_AUTH_MODE=token
+ray get-auth-token --generate > /dev/null
+
 srun ray symmetric-run --address "$HEAD" --min-nodes "$SLURM_NNODES" -- \
     dilated-attention embed "$FEATURES" --checkpoint "$CHECKPOINT" --output "$OUTPUT" \
     --engine ray --ray-address "$HEAD" "$@"

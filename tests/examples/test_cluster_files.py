@@ -110,6 +110,8 @@ def test_the_scripts_that_embed_start_a_command_that_is_one(tmp_path: Path) -> N
     part = _parse(_words(_of_nextflow(3, 16), "dilated-attention", tmp_path))
     assert isinstance(part, Embed)
     assert (part.part, part.output, part.threads) == ("3/16", Path("embeddings"), 1)
+    (tmp_path / "ray").write_text("#!/bin/sh\n")
+    (tmp_path / "ray").chmod(0o755)
     *ray, last = _words(CLUSTER / "embed_ray.sh", "srun", tmp_path, HEAD="node1:6379", SLURM_NNODES="4")
     begin = ["ray", "symmetric-run", "--address", "node1:6379", "--min-nodes", "4", "--", "dilated-attention"]
     assert ray[: len(begin)] == begin

@@ -16,11 +16,13 @@ import numpy
 import pytest
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.slides import Embedder, EmbedSettings, worker
 from dilated_attention_pytorch.slides.claims import Claims
 from dilated_attention_pytorch.slides.memory import TileLimits
-from dilated_attention_pytorch.slides.ray_engine import RayEngine, _packed, _RayWorker, _read
+from dilated_attention_pytorch.slides.ray_engine import RayEngine, _packed, _RayWorker, _read, cluster
 from slides.made_slides import CONFIG, checkpoint, tiles_of, write_hdf5, write_slides
+from support.processes import free_port
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,9 +66,14 @@ def test_batches_hold_as_many_tiles_as_they_may() -> None:
     assert len(batches) == 3
 
 
-def test_an_address_without_ray_says_so(tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_used_says_so() -> None:
     with pytest.raises(ValueError, match="ray_address is read by engine ray alone"):
         EmbedSettings(ray_address="auto")
+    with (
+        pytest.raises(RunError, match=r"no Ray cluster can be used there .*refused.*; start one by"),
+        cluster(f"localhost:{free_port()}"),
+    ):
+        pass
 
 
 def workers_of(process: int) -> list[int]:
@@ -116,7 +123,5 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     write_slides(tmp_path / "features", [9])
     embedder = Embedder([tmp_path / "features"], weights, tmp_path / "out", EmbedSettings(engine="ray", threads=1))
     weights.rename(tmp_path / "moved.pth")
-    with pytest.raises(
-        worker.RunError, match=f"a worker of the Ray cluster cannot start: --checkpoint {weights}: there"
-    ):
+    with pytest.raises(RunError, match=f"a worker of the Ray cluster cannot start: --checkpoint {weights}: there"):
         embedder.run()

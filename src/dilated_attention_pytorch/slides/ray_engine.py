@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from .reading import TileSequence, read_sequence
 from .settings import EmbedSettings
 from .worker import BATCH_TILES, Done, Inputs, Worker
 
+_CONNECT_SECONDS = 10.0
 _AHEAD = 2
 """Batches that are at each worker: one is computed, and the next waits."""
 
@@ -36,21 +38,32 @@ def cluster(address: str | None) -> Iterator[None]:
         RunError: no cluster answers at the address.
     """
     try:
+        if address is not None:
+            _check_listener(address)
         ray.init(
             address or "local",
             include_dashboard=None if address else False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise RunError(
             f"--ray-address {address}: no Ray cluster can be used there ({first_line(error)}); start one by `ray start "
-            "--head`, or leave the flag out for one on this machine"
+            "--head`, set RAY_AUTH_MODE=token if it has a token, or leave the flag out for one on this machine"
         ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_listener(address: str) -> None:
+    """Raise ``OSError`` if ``address`` is HOST:PORT and no program listens there; Ray itself tries for five minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        # Ray listens under the address by which other machines know this one.
+        host = ray.util.get_node_ip_address() if host in ("localhost", "127.0.0.1") else host.strip("[]")
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 class RayEngine:

@@ -84,7 +84,7 @@ class EmbedSettings:
     engine: Engine = "local"
     """"ray": embed by workers of a Ray cluster, one per GPU or per `--threads` cores. One that dies is replaced."""
     ray_address: str | None = None
-    """Ray cluster, such as "auto" or ray://head:10001. Default: one on this machine, for this command."""
+    """Ray cluster of this machine, "auto" or HOST:PORT. Default: one that is started for this command."""
 
     def __post_init__(self) -> None:
         for name, choices in (
