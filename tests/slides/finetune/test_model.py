@@ -119,8 +119,12 @@ def test_a_step_that_computes_cases_again_has_the_gradients_of_all_at_once(task:
     model = SlideModel(encoder, CONFIG.embed_dim, (1, 2), labels.num_outputs).train()
     loss = loss_of(task, targets[task], is_weighted=True)
     seen: list[int] = []
+    kept: list[int] = []
     torch.manual_seed(2)  # of dropout
-    loss(inputs.scores(model, [0, 1, 2], seen.append), targets[task]).backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one):
+        found_loss = loss(inputs.scores(model, [0, 1, 2], seen.append), targets[task])
+    assert sum(kept) < 1000  # of the loss alone: nothing of a case stays
+    found_loss.backward()
     found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     torch.manual_seed(2)

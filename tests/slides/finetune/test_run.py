@@ -216,7 +216,7 @@ def test_a_killed_command_ends_with_the_same_bits(cohort: Cohort, tmp_path: Path
         (MOMENTS, {"lora": 2, "precision": "bfloat16"}),
         (MOMENTS[:2], {"freeze": True}),
         (MOMENTS[:2], {"task": "survival", "by_patient": True, "test": 0.4}),
-        ([(vectors, "replacing", 1), (vectors, "save_file", 1)], {"freeze": True}),
+        ([(vectors, "write_tensors", 1), (results, "save", 1)], {"freeze": True}),
     ],
 )
 def test_other_commands_that_are_killed_end_with_the_same_bits(
@@ -243,6 +243,18 @@ def test_a_command_that_is_killed_at_any_time_ends_with_the_same_bits(cohort: Co
         kills += 1
     cohort.tuner(tmp_path / "killed", **changes).run()
     assert results_of(tmp_path / "killed") == results_of(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"lora": 4}, {"task": "regression", "label_column": ("size",)}])
+def test_what_tells_the_classes_is_learned(changes: dict[str, Any], cohort: Cohort, tmp_path: Path) -> None:
+    outcome = cohort.tuner(tmp_path / "out", epochs=8, pooling="mean", **changes).run()
+    record = json.loads((tmp_path / "out" / "fold1-seed0" / "run.json").read_text())
+    first, *_, last = (epoch["loss"] for epoch in record["epochs"])
+    assert last < 0.8 * first
+    if "task" not in changes:
+        assert outcome.metrics is not None
+        assert outcome.metrics["mean"]["auroc"] == 1.0
 
 
 @pytest.mark.slow
@@ -285,15 +297,18 @@ def test_training_ends_when_the_metric_does_not_rise(cohort: Cohort, tmp_path: P
 
 
 def test_a_frozen_encoder_is_that_of_embed_and_only_the_classifier_is_trained(cohort: Cohort, tmp_path: Path) -> None:
-    embedder = Embedder([cohort.features], cohort.weights, tmp_path / "embeddings", EmbedSettings(device="cpu"))
+    as_embedded = EmbedSettings(device="cpu", pooling="mean")
+    embedder = Embedder([cohort.features], cohort.weights, tmp_path / "embeddings", as_embedded)
     embedder.run()
-    changes = {"freeze": True, "epochs": 20, "learning_rate": 1e-2}
-    cohort.tuner(tmp_path / "tiles", **changes).run()
+    changes = {"freeze": True, "epochs": 20, "learning_rate": 1e-2, "pooling": "mean"}
+    outcome = cohort.tuner(tmp_path / "tiles", **changes).run()
+    assert outcome.metrics is not None
+    assert outcome.metrics["mean"]["auroc"] == 1.0
     settings = small_settings(**changes)
     Finetuner([tmp_path / "embeddings"], cohort.labels, None, tmp_path / "probe", settings).run()
-    settings = small_settings(pooling="mean", **changes)
-    with pytest.raises(RunError, match="the embeddings are of --pooling class, got mean"):
-        Finetuner([tmp_path / "embeddings"], cohort.labels, None, tmp_path / "mean", settings)
+    settings = small_settings(**{**changes, "pooling": "class"})
+    with pytest.raises(RunError, match="the embeddings are of --pooling mean, got class"):
+        Finetuner([tmp_path / "embeddings"], cohort.labels, None, tmp_path / "class", settings)
     one, other = (predictions(tmp_path / name / "fold1-seed0") for name in ("tiles", "probe"))
     for row, again in zip(one, other, strict=True):
         assert row["case"] == again["case"]
@@ -359,7 +374,7 @@ def refusal(cohort: Cohort, output: Path, **changes: Any) -> str:
     return str(refused.value)
 
 
-def test_wrong_inputs_are_sentences(cohort: Cohort, tmp_path: Path) -> None:
+def test_wrong_inputs_are_sentences(cohort: Cohort, finished: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert "--layers must be 0 to 2" in refusal(cohort, output, layers=(11,))
     assert "has no column 'died'" in refusal(cohort, output, task="survival", event_column="died")
@@ -372,8 +387,7 @@ def test_wrong_inputs_are_sentences(cohort: Cohort, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no slide encoder"):
         Finetuner([cohort.features], cohort.labels, tmp_path / "other.pth", output, small_settings())
     assert not output.exists()
-    cohort.tuner(output, epochs=1).run()
-    assert "other settings or files (epochs 1, now 2)" in refusal(cohort, output, epochs=2)
+    assert "other settings or files (epochs 3, now 2)" in refusal(cohort, finished, epochs=2, **FOLDS)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     assert "exists and is not empty" in refusal(cohort, tmp_path / "full")
@@ -396,6 +410,7 @@ def test_missing_and_broken_slides_are_named_or_left_out(cohort: Cohort, tmp_pat
     assert any(sentence.startswith("left out: slide slide5") for sentence in heard)
     again = own.tuner(tmp_path / "out", skip_missing=True, epochs=1)
     assert again.splits == tuner.splits
+    assert again.left_out == tuner.left_out == ["slide3", "slide5"]
     assert again.run().runs == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ class CaseFiles:
 
     def __init__(self, paths: Mapping[str, Path], config: SlideEncoderConfig, settings: EmbedSettings) -> None:
         self.paths, self.config, self.settings = paths, config, settings
+        self._tiles: dict[str, int] = {}
 
     def read(self, case: Case) -> TileSequence:
         """Read the slides of a case as one sequence, each tile at its place on its own slide.
@@ -46,7 +47,9 @@ class CaseFiles:
 
     def num_tiles(self, case: Case) -> int:
         """Tiles of a case, from the heads of its files; 0 for a file that cannot be read."""
-        return sum(num_tiles(self.paths[name]) for name in case.slides)
+        if case.name not in self._tiles:
+            self._tiles[case.name] = sum(num_tiles(self.paths[name]) for name in case.slides)
+        return self._tiles[case.name]
 
 
 class CaseEmbeddings:
@@ -117,19 +120,18 @@ def without_missing(labels: Labels, paths: Mapping[str, Path], *, may_skip: bool
             "--skip-missing to leave those cases out"
         )
     absent = set(missing)
-    return without(labels, [case.name for case in labels.cases if absent & set(case.slides)])
+    left_out = [case.name for case in labels.cases if absent & set(case.slides)]
+    return without(labels, left_out), left_out
 
 
-def without(labels: Labels, names: list[str]) -> tuple[Labels, list[str]]:
-    """The labels without the cases of these names, and the names.
+def without(labels: Labels, names: Collection[str]) -> Labels:
+    """The labels without the cases of these names.
 
     Raises:
         RunError: no case is left.
     """
-    if not names:
-        return labels, []
-    kept = [index for index, case in enumerate(labels.cases) if case.name not in set(names)]
+    kept = [index for index, case in enumerate(labels.cases) if case.name not in names]
     if not kept:
         raise RunError(f"none of the {len(labels.cases):,} cases has readable slides; check the paths and the labels")
     cases = tuple(labels.cases[index] for index in kept)
-    return dataclasses.replace(labels, cases=cases, targets=labels.targets[kept]), names
+    return dataclasses.replace(labels, cases=cases, targets=labels.targets[kept])

@@ -182,8 +182,8 @@ class Finetuner:
         return dict(before)
 
     def _leave_out(self, names: list[str]) -> None:
-        self.labels, left_out = without(self.labels, names)
-        self.left_out = [*self.left_out, *left_out]
+        self.labels = without(self.labels, names)
+        self.left_out = sorted({*self.left_out, *names})
         settings = self.settings
         with _as_run_error(""):
             self.splits = make_splits(
