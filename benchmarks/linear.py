@@ -125,5 +125,5 @@ def measure(given: Linear) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tiny = {"rows": (1, 600), "tokens": 64, "repeats": 1}
+    tiny = {"rows": (1, 1100), "tokens": 64, "repeats": 1}
     run(Linear, measure, text=__doc__, name="linear", group="models", tiny=tiny)

@@ -15,14 +15,15 @@ from dilated_attention_pytorch.kernels.measured_choice import Choice, measured_c
 from dilated_attention_pytorch.ops.derivatives import is_observed
 
 VARIABLE = "DILATED_ATTENTION_LINEAR"
-_FEWEST_ROWS = 512
+_FEWEST_ROWS = 1024
 """With fewer rows, a convolution spends its advantage on bringing the weight into its own layout."""
 _LEAST_WIDTH = 256
 """Narrower products are outside the sizes that the measurement speaks for."""
-_MEASURED = (1024, 768)
-"""Rows and width of the measured product."""
+_MEASURED_WIDTH = 768
+"""Width of the measured product, on both sides; it has the fewest rows, and a convolution gains more from larger ones.
+"""
 _TOLERANCE = 1e-5
-"""Relative to the largest number: sums of 1,024 products in float32, in another order, differ by less than 1e-6."""
+"""Relative to the largest number: sums of 1,024 products in float32, in another order, differ by about 1e-6."""
 _EXACT = {"none", "ieee"}
 """Settings under which float32 products are computed in float32."""
 _OWN_LINEAR = functional.linear
@@ -44,7 +45,7 @@ def project(layer: nn.Module, x: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """``x @ weight.T + bias``: :class:`torch.nn.Linear`, with the faster of two routes for large products.
 
-    A product of at least 512 rows with float32 CPU tensors, 256 or more wide on both sides, is either
+    A product of at least 1,024 rows with float32 CPU tensors, 256 or more wide on both sides, is either
     ``functional.linear`` or a 1 x 1 convolution over the same memory: PyTorch computes the first by MKL and the second
     by oneDNN. The first such product of a process chooses, see :func:`linear_choice`. Other dtypes, devices, tensor
     subclasses, autocast, compilers, tracers and function transforms take ``functional.linear``.
@@ -80,7 +81,7 @@ def linear_choice(threads: int) -> Choice:
         return Choice(asked, {})
     if asked:
         raise ValueError(f"{VARIABLE} must be linear or convolution, got {asked!r}; without it the faster one is used")
-    rows, width = _MEASURED
+    rows, width = _FEWEST_ROWS, _MEASURED_WIDTH
     # The call that measures may be in any state; an outer hook must not see these tensors.
     with (
         torch.inference_mode(False),
