@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError, shortened
@@ -54,6 +55,16 @@ class TileSequence(NamedTuple):
     @property
     def num_tiles(self) -> int:
         return sum(len(slide.grid) for slide in self.slides)
+
+    @property
+    def features(self) -> Tensor:
+        """``[N, C]`` in float32; the dtype can differ from file to file."""
+        return torch.cat([slide.features.float() for slide in self.slides])
+
+    @property
+    def grid(self) -> Tensor:
+        """Grid positions ``[N, 2]``, of each tile in its own slide."""
+        return torch.cat([slide.grid for slide in self.slides])
 
 
 def read_sequence(
