@@ -2,11 +2,11 @@
 
     python -m benchmarks.slide_study
 
-A slide is a rectangle of tiles of three tissues, with noise. Every slide has a few tiles of a decoy, and those of class 1
-have as many of a rare kind elsewhere: which tiles decide is known. `finetune` trains a classifier alone (`--freeze`) and
-the whole encoder, from the same random weights, on the same splits. Of the slides of class 1 in the test part, the study
-counts how many of the n tiles with the largest contribution to class 1, and with the largest rollout, are among the n
-tiles that decide.
+A slide is a rectangle of tiles of three tissues, with noise. Every slide has a few tiles of a decoy, and those of class
+1 have as many of a rare kind elsewhere: which tiles decide is known. `finetune` trains a classifier alone (`--freeze`)
+and the whole encoder, from the same random weights, on the same splits. Of the slides of class 1 in the test part, the
+study counts how many of the n tiles with the largest contribution to class 1, and with the largest rollout, are among
+the n tiles that decide.
 """
 
 from __future__ import annotations
@@ -87,12 +87,17 @@ def measure(given: SlideStudy) -> dict[str, Any]:
         deciding = make_slides(folder, given)
         checkpoint = folder / "slide_encoder.pth"
         torch.save({"model": SlideEncoder(config).state_dict()}, checkpoint)
-        common: dict[str, Any] = {"layers": (3,), "pooling": "mean", "validation": 0.2, "test": 0.3, "threads": given.threads or 0}
+        common: dict[str, Any] = {
+            "layers": (3,),
+            "pooling": "mean",
+            "validation": 0.2,
+            "test": 0.3,
+        }
         for name, options in {
             "classifier": {"freeze": True},
             "encoder": {"epochs": given.epochs, "learning_rate": 1e-3, "layer_decay": 1.0, "maps": True},
         }.items():
-            settings = FinetuneSettings(**common, **options, device="cpu")
+            settings = FinetuneSettings(**common, **options, device="cpu", threads=given.threads or 0)
             outcome = Finetuner([folder / "features"], folder / "labels.csv", checkpoint, folder / name, settings).run()
             found[name] = outcome.metrics
         right: dict[str, list[float]] = {"contribution": [], "rollout": []}
