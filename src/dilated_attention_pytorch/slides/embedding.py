@@ -202,4 +202,4 @@ class Embedder:
         from .ray_engine import RayEngine, cluster
 
         with cluster(self.settings.ray_address):
-            yield RayEngine(*self._files, self.settings, self.encoder.config, tiles)
+            yield RayEngine(self._files, self.settings, self.encoder.config, tiles)

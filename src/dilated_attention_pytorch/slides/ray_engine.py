@@ -26,8 +26,6 @@ from .settings import EmbedSettings
 from .worker import BATCH_TILES, Done, Inputs, Worker
 
 _CONNECT_SECONDS = 10.0
-_AHEAD = 2
-"""Batches that are at each worker: one is computed, and the next waits."""
 
 
 @contextmanager
@@ -47,6 +45,8 @@ def cluster(address: str | None) -> Iterator[None]:
             logging_level=logging.ERROR,
         )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        if address is None:
+            raise RunError(f"--engine ray: Ray cannot start on this machine ({first_line(error)})") from error
         raise RunError(
             f"--ray-address {address}: no Ray cluster can be used there ({first_line(error)}); start one by `ray start "
             "--head`, set RAY_AUTH_MODE=token if it has a token, or leave the flag out for one on this machine"
@@ -70,7 +70,8 @@ class RayEngine:
     """Workers of the Ray cluster that is connected.
 
     Args:
-        checkpoint, output, settings: as for :class:`Worker`; all machines of the cluster see these files.
+        files: checkpoint and output folder, which all machines of the cluster see.
+        settings: as for :class:`Worker`.
         config: of the encoder.
         tiles: number of tiles of each input, by name.
 
@@ -79,12 +80,7 @@ class RayEngine:
     """
 
     def __init__(
-        self,
-        checkpoint: Path,
-        output: Path,
-        settings: EmbedSettings,
-        config: SlideEncoderConfig,
-        tiles: Mapping[str, int],
+        self, files: tuple[Path, Path], settings: EmbedSettings, config: SlideEncoderConfig, tiles: Mapping[str, int]
     ) -> None:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = 0 if settings.device == "cpu" else sum(int(machine.get("GPU", 0)) for machine in machines)
@@ -96,11 +92,10 @@ class RayEngine:
         if not self.num_workers:
             raise RunError(f"--threads must be at most {max(cores)}, the cores of a machine of the Ray cluster")
         self._cpus, self._gpus = threads, 1 if gpus else 0
-        device = "cuda" if gpus else "cpu"
-        settings = dataclasses.replace(settings, device=device, threads=threads)  # type: ignore[arg-type]
-        self._arguments = (checkpoint.absolute(), output.absolute(), settings)
+        settings = dataclasses.replace(settings, device="cuda" if gpus else "cpu", threads=threads)
+        self._arguments = (*(file.absolute() for file in files), settings)
         self._read = partial(_read, config=config, settings=settings)
-        self._tiles, self._claims = tiles, Claims(output)
+        self._tiles, self._claims = tiles, Claims(files[1])
         self._of_batch = settings.batch_tiles or (BATCH_TILES if gpus else 1)
 
     def work(
@@ -108,13 +103,10 @@ class RayEngine:
         inputs: Inputs,
         done: Callable[[Done], None],
         *,
-        say: Callable[[str], None] = lambda sentence: None,
-        computing: Callable[[float], None] = lambda tiles: None,
+        say: Callable[[str], None],
+        computing: Callable[[float], None],
     ) -> None:
-        """Embed what has no embedding yet, and what no other process is embedding; see :meth:`Worker.work`.
-
-        Args:
-            computing: not called: other processes compute.
+        """As :meth:`Worker.work`; ``computing`` is not called, as other processes compute.
 
         Raises:
             RunError: the workers cannot start.
@@ -133,7 +125,7 @@ class RayEngine:
                 _RayWorker,
                 batch_size=None,
                 fn_constructor_args=self._arguments,
-                compute=ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=_AHEAD),
+                compute=ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2),  # the next one waits
                 num_cpus=self._cpus,
                 num_gpus=self._gpus,
             )

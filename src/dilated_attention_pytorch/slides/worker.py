@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -210,9 +210,12 @@ class Worker:
     def _compute(self, batch: list[TileSequence]) -> list[Result]:
         """Results of the sequences of a batch, in float32 on the CPU."""
         settings, encoder = self.settings, self.encoder
-        features, grid, cu_seqlens = pack_slides([(sequence.features, sequence.grid) for sequence in batch])
+        # The dtype can differ from file to file.
+        slides = [(slide.features.float(), slide.grid) for sequence in batch for slide in sequence.slides]
+        features, grid, _ = pack_slides(slides)
+        ends = [0, *accumulate(sequence.num_tiles for sequence in batch)]
         # Row 0 of every sequence is its class token.
-        rows = [(start + slide, stop + slide + 1) for slide, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))]
+        rows = [(start + index, stop + index + 1) for index, (start, stop) in enumerate(pairwise(ends))]
         states: list[Tensor] = []
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
@@ -223,7 +226,10 @@ class Worker:
             if settings.tiles is not None:
                 stack.enter_context(_output_of(encoder, settings.tiles, states))
             embeddings, layers = encoder(
-                features.to(self.device), grid.to(self.device), tile_size=1, cu_seqlens=cu_seqlens
+                features.to(self.device),
+                grid.to(self.device),
+                tile_size=1,
+                cu_seqlens=torch.tensor(ends, dtype=torch.int32),
             )
             rollout = attention_rollout(calls, pooled) if calls else None
         if settings.vector.layer is not None:
