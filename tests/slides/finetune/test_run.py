@@ -318,6 +318,20 @@ def test_a_frozen_encoder_is_that_of_embed_and_only_the_classifier_is_trained(co
     assert load_file(tmp_path / "tiles" / "vectors.safetensors")["vectors"].shape == (SLIDES, 64)
 
 
+@pytest.mark.slow
+def test_embeddings_of_patients_are_those_of_their_slides_together(cohort: Cohort, tmp_path: Path) -> None:
+    embed = EmbedSettings(device="cpu", patients=cohort.labels)
+    Embedder([cohort.features], cohort.weights, tmp_path / "embeddings", embed).run()
+    changes = {"freeze": True, "by_patient": True, "test": 0.34, "epochs": 2}
+    cohort.tuner(tmp_path / "tiles", **changes).run()
+    settings = small_settings(**changes)
+    Finetuner([tmp_path / "embeddings"], cohort.labels, None, tmp_path / "probe", settings).run()
+    one, other = (predictions(tmp_path / name / "fold1-seed0") for name in ("tiles", "probe"))
+    for row, again in zip(one, other, strict=True):
+        assert row["case"] == again["case"]
+        assert float(row["score_0"]) == pytest.approx(float(again["score_0"]), abs=1e-4)
+
+
 def test_maps_of_the_test_part_are_drawn(cohort: Cohort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"maps": True, "lora": 2, "epochs": 1}
     cohort.tuner(tmp_path / "out", **changes).run()

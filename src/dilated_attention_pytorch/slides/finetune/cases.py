@@ -108,9 +108,18 @@ def _layers(path: Path) -> Tensor:
 def without_missing(labels: Labels, paths: Mapping[str, Path], *, may_skip: bool) -> tuple[Labels, list[str]]:
     """The labels of cases of which all slides are there, and the names of the others.
 
+    A patient's file that `embed --patients` wrote stands for the slides of a case of this name.
+
     Raises:
         RunError: slides are missing, and ``may_skip`` is false; or no case is left.
     """
+    cases = [
+        dataclasses.replace(case, slides=(case.name,))
+        if case.name in paths and not set(case.slides) <= paths.keys()
+        else case
+        for case in labels.cases
+    ]
+    labels = dataclasses.replace(labels, cases=tuple(cases))
     missing = [name for case in labels.cases for name in case.slides if name not in paths]
     if missing and not may_skip:
         number = sum(len(case.slides) for case in labels.cases)

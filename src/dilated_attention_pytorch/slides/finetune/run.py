@@ -403,8 +403,16 @@ class Finetuner:
             )
 
     def _summarise(self, folders: Sequence[Path]) -> dict[str, Any]:
-        settings = {**self.settings.of_result(), "checkpoint": str(self.checkpoint), "left_out": len(self.left_out)}
-        return summarise(self.output, folders, self.labels, settings)
+        settings = self.settings
+        shown = {
+            **settings.of_result(),
+            "task": self.labels.task,
+            "epochs": settings.num_epochs,
+            "learning_rate": settings.rate,
+            "checkpoint": "" if self.checkpoint is None else str(self.checkpoint),
+            "cases left out": len(self.left_out),
+        }
+        return summarise(self.output, folders, self.labels, shown)
 
 
 class _Counted:
