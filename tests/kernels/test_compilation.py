@@ -91,7 +91,7 @@ def test_another_torch_or_processor_has_kernels_of_its_own(monkeypatch: pytest.M
     folders = {build_of_this_machine().folder}
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     folders.add(build_of_this_machine().folder)
-    monkeypatch.setattr(compilation, "_processor", lambda: "another one")
+    monkeypatch.setattr(compilation, "processor_features", lambda: "another one")
     folders.add(build_of_this_machine().folder)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     folders.add(build_of_this_machine().folder)

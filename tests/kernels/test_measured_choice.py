@@ -71,7 +71,7 @@ def test_a_routine_that_is_hardly_faster_changes_nothing() -> None:
     assert chosen(taking(SLOW), taking(0.97 * SLOW)).name == "usual"
 
 
-def test_a_choice_is_kept_for_its_subject_threads_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_kept_for_its_subject_threads_processor_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = chosen(taking(SLOW), taking(FAST))
     assert chosen(never, never) == choice
     for change in (
@@ -80,9 +80,12 @@ def test_a_choice_is_kept_for_its_subject_threads_and_version(monkeypatch: pytes
     ):
         with pytest.raises(AssertionError, match="measured again"):
             change()
-    monkeypatch.setattr(torch, "__version__", "9.0")
-    with pytest.raises(AssertionError, match="measured again"):
-        chosen(never, never)
+    for where, name, other in ((module, "processor_features", lambda: "another one"), (torch, "__version__", "9.0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, other)
+            with pytest.raises(AssertionError, match="measured again"):
+                chosen(never, never)
+    assert chosen(never, never) == choice
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,8 @@ def test_a_choice_is_kept_for_its_subject_threads_and_version(monkeypatch: pytes
         lambda text: text[:-9],
         lambda text: "",
         lambda text: "[1]",
+        lambda text: text.replace('"usual"', "[1]", 1),
+        lambda text: json.dumps({"name": "usual", "rates": {"usual": 10**400, "other": 1}}),
         lambda text: text.replace('"usual"', '"third"', 1),
         lambda text: json.dumps({"name": "usual", "rates": {"usual": 1.0, "other": float("nan")}}),
         lambda text: json.dumps({"name": "usual", "rates": {"usual": 1.0}}),

@@ -112,7 +112,7 @@ def build_of_this_machine() -> Compilation:
         "-lc10",
     )
     identity = hashlib.blake2b(digest_size=12)
-    for part in (torch.__version__, _processor(), *arguments):
+    for part in (torch.__version__, processor_features(), *arguments):
         identity.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         identity.update(source.name.encode() + source.read_bytes() + b"\0")
@@ -409,8 +409,11 @@ def _run(commands: list[list[str]], failure: Path) -> None:
             raise BuildError(words)
 
 
-def _processor() -> str:
+def processor_features() -> str:
     """The processor model and its features, for which the kernels are compiled."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    wanted = ("model name", "cpu family", "model\t", "flags")
+    description = Path("/proc/cpuinfo")
+    if not description.exists():
+        return platform.processor() or platform.machine()
+    lines = description.read_text().splitlines()
+    wanted = ("model name", "cpu family", "model\t", "flags", "CPU implementer", "CPU part", "Features")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))

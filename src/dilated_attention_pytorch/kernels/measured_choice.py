@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.folders import cache_folder
-from dilated_attention_pytorch.machine import processor
 from dilated_attention_pytorch.output import write_text
+
+from .compilation import processor_features
 
 Routine = Callable[[], tuple[Tensor, ...]]
 
@@ -77,7 +78,7 @@ def measured_choice(
 
 def _file_of(subject: str, threads: int) -> Path | None:
     """The file of a choice; None without a home folder."""
-    identity = hashlib.blake2b(f"{torch.__version__}\0{processor()}\0{threads}".encode(), digest_size=12)
+    identity = hashlib.blake2b(f"{torch.__version__}\0{processor_features()}\0{threads}".encode(), digest_size=12)
     with contextlib.suppress(RuntimeError):
         return cache_folder() / f"choice-{subject}-{identity.hexdigest()}.json"
     return None
@@ -90,9 +91,9 @@ def _read(file: Path | None, routines: Mapping[str, Routine]) -> Choice | None:
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         choice = Choice(kept["name"], {name: float(kept["rates"][name]) for name in routines})
-    except (OSError, ValueError, KeyError, TypeError):
+        return choice if choice.name in routines and all(map(math.isfinite, choice.rates.values())) else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    return choice if choice.name in routines and all(map(math.isfinite, choice.rates.values())) else None
 
 
 @contextlib.contextmanager
