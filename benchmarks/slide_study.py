@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class SlideStudy(Study):
     """Mean edge of a slide, in tiles."""
     deciding: int = 6
     """Tiles of the decoy, and of the rare kind."""
-    epochs: int = 12
+    epochs: int = 20
     """Epochs of fine-tuning."""
 
 
@@ -87,19 +87,18 @@ def measure(given: SlideStudy) -> dict[str, Any]:
         deciding = make_slides(folder, given)
         checkpoint = folder / "slide_encoder.pth"
         torch.save({"model": SlideEncoder(config).state_dict()}, checkpoint)
-        common: dict[str, Any] = {
-            "layers": (3,),
-            "pooling": "mean",
-            "validation": 0.2,
-            "test": 0.3,
-        }
-        for name, options in {
-            "classifier": {"freeze": True},
-            "encoder": {"epochs": given.epochs, "learning_rate": 1e-3, "layer_decay": 1.0, "maps": True},
+        common = FinetuneSettings(
+            layers=(3,), pooling="mean", validation=0.2, test=0.3, device="cpu", threads=given.threads or 0
+        )
+        for name, settings in {
+            "classifier": replace(common, freeze=True),
+            "encoder": replace(
+                common, epochs=given.epochs, cases_per_step=8, learning_rate=2e-3, layer_decay=1.0, maps=True
+            ),
         }.items():
-            settings = FinetuneSettings(**common, **options, device="cpu", threads=given.threads or 0)
             outcome = Finetuner([folder / "features"], folder / "labels.csv", checkpoint, folder / name, settings).run()
-            found[name] = outcome.metrics
+            assert outcome.metrics is not None
+            found[name] = outcome.metrics["pooled"]
         right: dict[str, list[float]] = {"contribution": [], "rollout": []}
         chance = []
         for file in sorted((folder / "encoder").glob("**/maps/*.h5")):
