@@ -114,6 +114,7 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README and the docs that are
 	$(BIN)/python -m benchmarks.slides $(IF_STALE) --slides 40
 	$(BIN)/python -m benchmarks.slide_training $(IF_STALE)
 	$(BIN)/python -m benchmarks.slide_maps $(IF_STALE)
+	$(BIN)/python -m benchmarks.slide_study $(IF_STALE)
 	$(BIN)/python -m benchmarks.training_memory $(IF_STALE)
 	$(BIN)/python -m benchmarks.transformers_memory $(IF_STALE) --most-dense 16384
 	$(BIN)/python -m benchmarks.tables
