@@ -32,14 +32,14 @@ def tile_bar(console: Console) -> Iterator[Callable[[str, float, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar, last, before = bars.add_task("", total=None), time.monotonic(), 0.0
+        bar, last, before = bars.add_task("", total=0, visible=False), time.monotonic(), 0.0
 
         def show(what: str, tiles: float, total: int) -> None:
             nonlocal last, before
             if tiles < before:
-                bars.reset(bar)
+                bars.reset(bar, total=total)
             before = tiles
-            bars.update(bar, completed=tiles, total=total, description=what)
+            bars.update(bar, completed=tiles, total=total, description=what, visible=True)
             if not console.is_terminal and time.monotonic() - last >= _LINE_SECONDS:
                 last = time.monotonic()
                 console.print(f"{what}, {tiles:,.0f} of {total:,} tiles", soft_wrap=True)
