@@ -10,8 +10,10 @@ import types
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.cli.tile_bar import tile_bar
 from dilated_attention_pytorch.interrupt import leave_on_interrupt
 from slides.made_slides import checkpoint, write_slides
 from training.runs import write_texts
@@ -115,3 +117,18 @@ def test_memory_that_is_used_up_by_imports_is_said(
         main(["train"])
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith("dilated-attention: the memory is used up before the command begins")
+
+
+def test_a_bar_of_tiles_is_drawn_before_and_after_their_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    console = Console(file=drawn, force_terminal=True, width=100, _environ={})
+    with tile_bar(console):
+        pass  # measuring the memory takes seconds
+    with tile_bar(console) as show:
+        show("1 of 2 slides", 500, 1000)
+    assert "500 of 1,000 tiles" in drawn.getvalue()
+    monkeypatch.setattr("dilated_attention_pytorch.cli.tile_bar._LINE_SECONDS", 0.0)
+    plain = io.StringIO()
+    with tile_bar(Console(file=plain, width=100)) as show:
+        show("1 of 2 slides", 500, 1000)
+    assert plain.getvalue() == "1 of 2 slides, 500 of 1,000 tiles\n"

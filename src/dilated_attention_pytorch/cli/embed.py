@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +15,12 @@ import tyro
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.slides.settings import EmbedSettings
 
+from .tile_bar import tile_bar
+
 if TYPE_CHECKING:
     from dilated_attention_pytorch.slides.embedding import TileProgress
 
 _SOME_FAILED = 1
-_LINE_SECONDS = 5.0
-"""Between two lines of progress where the output is no terminal."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,8 +66,6 @@ class Embed(EmbedSettings):
             SystemExit: with 1 if files were skipped, with 130 after Ctrl-C.
         """
         require("embedding slides", ("rich",), "slides")
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
         from dilated_attention_pytorch.slides import Embedder
         from dilated_attention_pytorch.terminal import plain_console
 
@@ -77,38 +74,24 @@ class Embed(EmbedSettings):
         settings = EmbedSettings(**{one.name: getattr(self, one.name) for one in dataclasses.fields(EmbedSettings)})
         what = "slides" if self.patients is None else "patients"
         embedder = Embedder(self.slides, self.checkpoint, self.output, settings)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tiles", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-            bar, last = bars.add_task("embedding", total=None), time.monotonic()
+        try:
+            with tile_bar(console) as show:
 
-            def report(done: TileProgress) -> None:
-                nonlocal last
-                slides = f"{done.slides:,} of {done.total_slides:,} {what}"
-                bars.update(bar, completed=done.tiles, total=done.total_tiles, description=slides)
-                if not console.is_terminal and time.monotonic() - last >= _LINE_SECONDS:
-                    last = time.monotonic()
-                    console.print(f"{slides}, {done.tiles:,.0f} of {done.total_tiles:,} tiles", soft_wrap=True)
+                def report(done: TileProgress) -> None:
+                    show(f"{done.slides:,} of {done.total_slides:,} {what}", done.tiles, done.total_tiles)
 
-            try:
                 outcome = embedder.run(
                     say=lambda sentence: console.print(sentence, soft_wrap=True),
                     skip=lambda path, reason: errors.print(f"skipped {path}: {reason}", soft_wrap=True),
                     progress=report,
                 )
-            except KeyboardInterrupt:
-                bars.stop()
-                print(
-                    f"\ndilated-attention: stopped; what is embedded is kept in {shlex.quote(str(self.output))}, and "
-                    "the same command goes on",
-                    file=sys.stderr,
-                )
-                raise SystemExit(128 + signal.SIGINT) from None
+        except KeyboardInterrupt:
+            print(
+                f"\ndilated-attention: stopped; what is embedded is kept in {shlex.quote(str(self.output))}, and the "
+                "same command goes on",
+                file=sys.stderr,
+            )
+            raise SystemExit(128 + signal.SIGINT) from None
         rate = f", {60 * outcome.embedded / outcome.seconds:,.1f} {what} a minute" if outcome.embedded else ""
         others = f"{outcome.by_others:,} embedded meanwhile by other commands, " if outcome.by_others else ""
         console.print(

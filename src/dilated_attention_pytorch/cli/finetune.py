@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
@@ -18,12 +16,9 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.slides.finetune.settings import FinetuneSettings
 
-if TYPE_CHECKING:
-    from dilated_attention_pytorch.slides.finetune.run import FinetuneProgress
+from .tile_bar import tile_bar
 
 _PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", "transformers")
-_LINE_SECONDS = 5.0
-"""Between two lines of progress where the output is no terminal."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,13 +63,13 @@ class Finetune(FinetuneSettings):
             SystemExit: with 130 after Ctrl-C.
         """
         require("fine-tuning", (*_PACKAGES, *(("peft",) if self.lora is not None else ())), "finetune")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from dilated_attention_pytorch.training.process_group import num_processes
+
+        if num_processes() > 1:
             raise RunError(
                 "finetune trains one run in one process: start the same command once per GPU (CUDA_VISIBLE_DEVICES), "
                 "without torchrun; commands over one --output share its folds and seeds"
             )
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
         from dilated_attention_pytorch.slides.finetune.run import Finetuner
         from dilated_attention_pytorch.terminal import plain_console
 
@@ -82,36 +77,19 @@ class Finetune(FinetuneSettings):
         names = [one.name for one in dataclasses.fields(FinetuneSettings)]
         settings = FinetuneSettings(**{name: getattr(self, name) for name in names})
         tuner = Finetuner(self.paths[:-1], self.paths[-1], self.checkpoint, self.output, settings)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tiles", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-            bar, last, what = bars.add_task("", total=None), time.monotonic(), ""
-
-            def report(state: FinetuneProgress) -> None:
-                nonlocal last, what
-                if state.what != what:
-                    what = state.what
-                    bars.reset(bar)
-                bars.update(bar, completed=state.tiles, total=state.total_tiles, description=what)
-                if not console.is_terminal and time.monotonic() - last >= _LINE_SECONDS:
-                    last = time.monotonic()
-                    console.print(f"{what}, {state.tiles:,} of {state.total_tiles:,} tiles", soft_wrap=True)
-
-            try:
-                outcome = tuner.run(say=lambda sentence: console.print(sentence, soft_wrap=True), progress=report)
-            except KeyboardInterrupt:
-                bars.stop()
-                print(
-                    f"\ndilated-attention: stopped; finished epochs are kept in {shlex.quote(str(self.output))}, and "
-                    "the same command goes on",
-                    file=sys.stderr,
+        try:
+            with tile_bar(console) as show:
+                outcome = tuner.run(
+                    say=lambda sentence: console.print(sentence, soft_wrap=True),
+                    progress=lambda state: show(state.what, state.tiles, state.total_tiles),
                 )
-                raise SystemExit(128 + signal.SIGINT) from None
+        except KeyboardInterrupt:
+            print(
+                f"\ndilated-attention: stopped; finished epochs are kept in {shlex.quote(str(self.output))}, and the "
+                "same command goes on",
+                file=sys.stderr,
+            )
+            raise SystemExit(128 + signal.SIGINT) from None
         if outcome.metrics is None:
             missing = outcome.total - outcome.finished
             console.print(
