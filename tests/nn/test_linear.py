@@ -300,6 +300,7 @@ def test_what_is_put_on_a_plain_layer_acts(
     assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in outs))
 
 
+@pytest.mark.slow  # PEFT takes seconds to import; tests of models have adapters in every run
 def test_a_lora_adapter_reaches_both_and_merges(convolutions: list[tuple[int, ...]]) -> None:
     from peft import LoraConfig, get_peft_model
 
