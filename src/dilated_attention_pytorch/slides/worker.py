@@ -154,10 +154,11 @@ class Worker:
         if self.limits is None:
             say("memory cannot be measured on this system: slides are embedded one by one")
         else:
-            say(
-                f"a tile takes {self.limits.tile_bytes / 1e3:,.0f} kB on this device (measured): "
-                f"{self.limits.of_batch:,} tiles at once"
-            )
+            limits = self.limits
+            fits = f"slides of up to {limits.of_slide:,} tiles fit"
+            if limits.of_batch > 1:
+                fits = f"{limits.of_batch:,} tiles at once"
+            say(f"a tile takes {limits.tile_bytes / 1e3:,.0f} kB on this device (measured): {fits}")
         return self.limits
 
     def _batches(self, sequences: Iterable[TileSequence]) -> Iterator[list[TileSequence]]:

@@ -340,7 +340,9 @@ def test_maps_of_the_test_part_are_drawn(cohort: Cohort, tmp_path: Path, monkeyp
     weights = load_file(folder / "model.safetensors")
     encoder = load_slide_encoder(folder / "model.safetensors", config=CONFIG, prefix="slide_encoder.")
     tested = [row["case"] for row in predictions(folder) if row["split"] == "test"]
-    assert sorted(path.stem for path in (folder / "maps").iterdir()) == sorted(tested)
+    maps = sorted(f"{name}{ending}" for name in tested for ending in (".h5", ".png"))
+    assert sorted(path.name for path in (folder / "maps").iterdir()) == maps
+    assert f"{folder.name}/maps/{tested[0]}.png" in (tmp_path / "out" / "report.html").read_text()
     features, corners = read(cohort, tested[0])
     with h5py.File(folder / "maps" / f"{tested[0]}.h5") as file:
         contribution = torch.from_numpy(file["contribution"][()])

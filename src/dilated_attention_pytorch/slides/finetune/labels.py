@@ -54,7 +54,12 @@ class Labels:
     @property
     def num_outputs(self) -> int:
         """Values that a model computes for a case: a logit a class or label, a value a column, or one log-risk."""
-        return 1 if self.task == "survival" else len(self.classes)
+        return len(self.outputs)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the scores."""
+        return ("risk",) if self.task == "survival" else self.classes
 
 
 class _Row(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 from dilated_attention_pytorch.ops import attention_calls, attention_rollout
 from dilated_attention_pytorch.output import make_output, replacing
 from dilated_attention_pytorch.slides.contribution import gradient_times_input
+from dilated_attention_pytorch.slides.heatmap import draw, of_contribution, read_scores
 from dilated_attention_pytorch.slides.reading import TileRows
 from dilated_attention_pytorch.slides.worker import pooled_rows
 from dilated_attention_pytorch.training.autocast import autocast
@@ -20,11 +21,15 @@ from dilated_attention_pytorch.training.autocast import autocast
 from .model import SlideModel
 from .trainer import Inputs
 
+PICTURE = ".png"
+
 
 def write_maps(
     model: SlideModel, inputs: Inputs, cases: Sequence[int], folder: Path, done: Callable[[int], None]
 ) -> None:
     """Write a file for each slide of the cases that has none: `contribution` [K, N], `rollout` [N], `coords` [N, 2].
+
+    A picture beside it shows the contributions to the largest score.
 
     Args:
         model: a model with its encoder.
@@ -38,8 +43,9 @@ def write_maps(
     model.eval().requires_grad_(False)
     for case in cases:
         paths = [folder / f"{name}.h5" for name in inputs.labels.cases[case].slides]
+        # The picture is written last: a slide that has one is finished.
         tiles = inputs.files.read(inputs.labels.cases[case])
-        if not all(path.is_file() for path in paths):
+        if not all(path.with_suffix(PICTURE).is_file() for path in paths):
             features, grid = tiles.features.to(inputs.device).requires_grad_(), tiles.grid.to(inputs.device)
             with autocast(inputs.precision, inputs.device.type):
                 scores = model(features, grid)[0].float()
@@ -53,16 +59,25 @@ def write_maps(
             lengths = [len(slide.features) for slide in tiles.slides]
             parts = {name: values.float().cpu().split(lengths, dim=-1) for name, values in of_tiles.items()}
             for index, (path, slide) in enumerate(zip(paths, tiles.slides, strict=True)):
-                _write(path, slide, {name: values[index] for name, values in parts.items()}, inputs.labels.classes)
+                _write(path, slide, {name: values[index] for name, values in parts.items()}, inputs.labels.outputs)
+                _draw(path, inputs.labels.outputs[int(scores.argmax())])
         done(tiles.num_tiles)
 
 
-def _write(path: Path, slide: TileRows, of_tiles: dict[str, Tensor], classes: Sequence[str]) -> None:
+def _draw(path: Path, output: str) -> None:
+    maps = read_scores(path)
+    values, what = of_contribution(maps, output)
+    figure = draw(maps, values, f"{path.stem}: {what}", thumbnail=None)
+    with replacing(path.with_suffix(PICTURE)) as staged:
+        figure.savefig(staged, format=PICTURE[1:], dpi=100)
+
+
+def _write(path: Path, slide: TileRows, of_tiles: dict[str, Tensor], outputs: Sequence[str]) -> None:
     buffer = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
     with h5py.File(buffer, "w") as file:
         for name, values in of_tiles.items():
             file[name] = values.numpy()
-        file["contribution"].attrs["scores"] = list(classes)
+        file["contribution"].attrs["scores"] = list(outputs)
         file["coords"] = slide.slide.coordinates.numpy()
         kept = {name: value for name, value in slide.slide.attributes.items() if isinstance(value, (str, int, float))}
         file["coords"].attrs.update({**kept, "patch_size_level0": slide.tile_size})

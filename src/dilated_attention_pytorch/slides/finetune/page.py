@@ -186,9 +186,9 @@ def _undefined(record: Record, found: Results) -> Iterator[str]:
         reason = why_undefined(record.task, run.targets, record.classes)
         if reason is not None:
             yield f"{run.title}: {reason}"
-    for name, interval in found.pooled.items():
-        if interval.undefined:
-            yield f"{_TITLES[name]}: {interval.undefined:,} resamples do not define it; the interval leaves them out."
+    undefined = [f"{one.undefined:,} for {_TITLES[name]}" for name, one in found.pooled.items() if one.undefined]
+    if undefined:
+        yield f"Resamples that do not define a metric are left out: {', '.join(undefined)}."
 
 
 def _over_epochs(record: Record, name: str) -> Figure:

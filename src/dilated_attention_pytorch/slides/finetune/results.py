@@ -147,7 +147,7 @@ def _record_of(output: Path, folder: Path, labels: Labels) -> RunRecord:
 
 def _map_of(output: Path, folder: Path, labels: Labels, case: int) -> str:
     """The path of a case's first map relative to the output folder, "" if there is none."""
-    path = folder / MAPS_NAME / f"{labels.cases[case].slides[0]}.h5"
+    path = folder / MAPS_NAME / f"{labels.cases[case].slides[0]}.png"
     return path.relative_to(output).as_posix() if path.is_file() else ""
 
 
