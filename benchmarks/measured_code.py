@@ -22,6 +22,7 @@ Group = Literal[
     "selection",
     "slides",
     "slide training",
+    "fine-tuning",
     "transformers",
 ]
 PACKAGE = Path(__file__).parents[1] / "src" / "dilated_attention_pytorch"
@@ -44,7 +45,7 @@ _SELECTION = (
     "data_sheets.toml",
     "memory.py",
 )
-_SLIDES = (*_MODELS, "integrations", "slides", "memory.py", "training/autocast.py")
+_SLIDES = (*_MODELS, "integrations", "slides/*", "memory.py", "training/autocast.py")
 FOLDERS: dict[Group, tuple[str, ...]] = {
     "attention": _ATTENTION,
     "triton": (*_ATTENTION, "kernels/triton"),
@@ -55,6 +56,7 @@ FOLDERS: dict[Group, tuple[str, ...]] = {
     "selection": (*_ATTENTION, *_SELECTION),
     "slides": _SLIDES,
     "slide training": (*_SLIDES, "parallel", "estimate/parallel.py"),
+    "fine-tuning": (*_SLIDES, "slides/finetune"),
     "transformers": (*_MODELS, "integrations"),
 }
 """Files and folders of the package that figures of a group depend on; "kernels/*": without its subfolders."""

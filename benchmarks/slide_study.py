@@ -118,4 +118,4 @@ def measure(given: SlideStudy) -> dict[str, Any]:
 
 if __name__ == "__main__":
     tiny = {"slides": 24, "side": 9, "deciding": 2, "epochs": 1}
-    run(SlideStudy, measure, text=__doc__, name="slide_study", group="slides", tiny=tiny)
+    run(SlideStudy, measure, text=__doc__, name="slide_study", group="fine-tuning", tiny=tiny)

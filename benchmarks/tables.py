@@ -110,6 +110,21 @@ def _seconds_and_bytes(point: dict[str, Any]) -> str:
     return f"{seconds:.{digits}f} s, {point['peak_bytes'] / 1e6:,.0f} MB"
 
 
+def slide_training(values: Values) -> str:
+    """Peak memory of a training step on one slide, in one process and in the rank that takes most."""
+    ranks = values["ranks"]
+    cases = {
+        "one process": values["one_process"],
+        f"{len(ranks)} ranks, each": max(ranks, key=lambda rank: rank["peak_bytes"]),
+    }
+    rows = []
+    for name, one in cases.items():
+        cells = (f"{one[key] / 1e9:.2f} GB" for key in ("peak_bytes", "process_bytes"))
+        rows.append((name, *cells, f"{one['peak_bytes'] / values['one_process']['peak_bytes']:.3f}"))
+    head = (f"{values['tiles']:,} tiles, {values['layers']} layers", "the step", "the process", "step / one process")
+    return markdown(head, rows)
+
+
 def training_memory(values: Values) -> str:
     """Peak and seconds of the first step, by what is recomputed."""
     labels = {
@@ -249,6 +264,7 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "head-dims": ("attention_head_dims.json", head_dims),
     "blocks": ("blocks.json", blocks),
     "slide-encoder": ("slide_encoder.json", slide_encoder),
+    "slide-training": ("slide_training.json", slide_training),
     "training-memory": ("training_memory.json", training_memory),
     "gpu": ("gpu/bench/bench.json", gpu),
     "host": ("host.json", host),

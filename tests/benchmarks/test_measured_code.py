@@ -28,6 +28,7 @@ from benchmarks import measured_code
 OF_NO_FIGURE = {
     "errors.py",
     "folders.py",
+    "html_page.py",
     "installation.py",
     "kernels/triton",  # in the groups whose figures are of a CPU
     "legacy",
@@ -42,6 +43,9 @@ ELSEWHERE = {
     ("parallel/modules.py", "nn"),
     ("parallel/selection.py", "selection"),
     ("slides/rank_rows.py", "parallel"),  # measured by benchmarks.slide_training alone
+    ("slides/finetune/settings.py", "training/run_settings.py"),
+    ("slides/finetune/trainer.py", "training/checkpoint.py"),
+    ("slides/finetune/trainer.py", "training/manifest.py"),
     ("slides/settings.py", "training/run_settings.py"),
 }
 """What one file imports, and no figure of the groups without it depends on."""

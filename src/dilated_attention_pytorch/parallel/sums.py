@@ -11,6 +11,7 @@ from .communicator import Communicator
 from .first_derivative import first_derivative, refuse_other_derivatives
 
 
+@torch.compiler.disable
 def sum_over_ranks(tensor: Tensor, communicator: Communicator) -> Tensor:
     """The sum of the ranks' equally shaped tensors, with the same bits on every rank.
 

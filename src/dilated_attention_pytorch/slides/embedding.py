@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.machine import choose_device, require
 
 from .claims import part_of, part_of_launcher
 from .contents import num_tiles
@@ -101,6 +101,8 @@ class Embedder:
         require("embedding slides", PACKAGES[settings.format], "slides")
         if settings.engine == "ray":
             require("--engine ray", ("pandas", "pyarrow", "ray"), "ray")
+        else:
+            choose_device(settings.device)
         self.settings = settings
         found = find_slides(slides)
         self.inputs: dict[str, tuple[Path, ...]] = (
