@@ -110,6 +110,20 @@ def _seconds_and_bytes(point: dict[str, Any]) -> str:
     return f"{seconds:.{digits}f} s, {point['peak_bytes'] / 1e6:,.0f} MB"
 
 
+def slide_study(values: Values) -> str:
+    """AUROC and balanced accuracy of both trainings, and the tiles that maps find."""
+    rows = []
+    for name, what in (("classifier", "`--freeze`"), ("encoder", "the encoder")):
+        metrics = [values[name][metric] for metric in ("auroc", "balanced_accuracy")]
+        rows.append((what, *(f"{one['value']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in metrics)))
+    found = [*values["tiles found"].items(), ("chance", values["tiles found by chance"])]
+    maps = markdown(
+        ("the 6 tiles with the largest", *(name for name, _ in found)),
+        [("are among the 6 that decide", *(f"{share:.1%}" for _, share in found))],
+    )
+    return f"{markdown(('trained', 'AUROC (95 %)', 'balanced accuracy (95 %)'), rows)}\n\n{maps}"
+
+
 def slide_training(values: Values) -> str:
     """Peak memory of a training step on one slide, in one process and in the rank that takes most."""
     ranks = values["ranks"]
@@ -265,6 +279,7 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "blocks": ("blocks.json", blocks),
     "slide-encoder": ("slide_encoder.json", slide_encoder),
     "slide-training": ("slide_training.json", slide_training),
+    "slide-study": ("slide_study.json", slide_study),
     "training-memory": ("training_memory.json", training_memory),
     "gpu": ("gpu/bench/bench.json", gpu),
     "host": ("host.json", host),
