@@ -139,6 +139,15 @@ def slide_training(values: Values) -> str:
     return markdown(head, rows)
 
 
+def slide_maps(values: Values) -> str:
+    """Seconds of embedding a slide without and with maps, and what they add to its memory."""
+    rows = []
+    for one in values["maps"]:
+        cells = (f"{one[name]['seconds']:.0f} s, {one[name]['peak_bytes'] / 1e9:.2f} GB" for name in ("plain", "maps"))
+        rows.append((f"{one['tiles']:,}", *cells, f"{one['seconds_ratio']:.2f}"))
+    return markdown(("tiles", "without maps", "with `--maps`", "times as long"), rows)
+
+
 def training_memory(values: Values) -> str:
     """Peak and seconds of the first step, by what is recomputed."""
     labels = {
@@ -280,6 +289,7 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "slide-encoder": ("slide_encoder.json", slide_encoder),
     "slide-training": ("slide_training.json", slide_training),
     "slide-study": ("slide_study.json", slide_study),
+    "slide-maps": ("slide_maps.json", slide_maps),
     "training-memory": ("training_memory.json", training_memory),
     "gpu": ("gpu/bench/bench.json", gpu),
     "host": ("host.json", host),

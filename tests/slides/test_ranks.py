@@ -15,8 +15,8 @@ from slides import rank_checks
     [
         (2, {"pooling": "mean"}, 100, 2, False),
         (3, {}, 257, 1, True),
-        (3, {"pooling": "mean", "tail": "ragged"}, 63, 1, True),
         (3, {}, 1, 2, False),
+        pytest.param(3, {"pooling": "mean", "tail": "ragged"}, 63, 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_slide_over_ranks_has_the_loss_and_gradients_of_one_process(

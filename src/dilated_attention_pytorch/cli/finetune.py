@@ -63,6 +63,8 @@ class Finetune(FinetuneSettings):
             SystemExit: with 130 after Ctrl-C.
         """
         require("fine-tuning", (*_PACKAGES, *(("peft",) if self.lora is not None else ())), "finetune")
+        if self.engine == "ray":
+            require("--engine ray", ("pandas", "pyarrow", "ray"), "ray")
         from dilated_attention_pytorch.training.process_group import num_processes
 
         if num_processes() > 1:

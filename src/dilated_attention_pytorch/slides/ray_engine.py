@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import ray
 from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy, from_items
 
 from dilated_attention_pytorch.errors import RunError, first_line
+from dilated_attention_pytorch.training.run_settings import Device
 
 from .claims import Claims
 from .encoder import SlideEncoderConfig
@@ -67,6 +68,37 @@ def _check_listener(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
+class Workers(NamedTuple):
+    """What the workers of a cluster are."""
+
+    number: int
+    threads: int
+    device: Device
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """What Ray reserves for each."""
+        return {"num_cpus": self.threads, "num_gpus": int(self.device == "cuda")}
+
+
+def workers_of_cluster(device: Device, threads: int) -> Workers:
+    """A worker for each GPU of the cluster that is connected, or for every ``threads`` cores.
+
+    Raises:
+        RunError: the cluster has not the GPUs or cores that are asked for.
+    """
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = 0 if device == "cpu" else sum(int(machine.get("GPU", 0)) for machine in machines)
+    if device == "cuda" and not gpus:
+        raise RunError("--device cuda: the Ray cluster has no GPU; pass --device cpu, or add a machine with one")
+    cores = [int(machine.get("CPU", 0)) for machine in machines]
+    threads = threads or (1 if gpus else min(filter(None, cores), default=1))
+    number = gpus or sum(of_machine // threads for of_machine in cores)
+    if not number:
+        raise RunError(f"--threads must be at most {max(cores)}, the cores of a machine of the Ray cluster")
+    return Workers(number, threads, "cuda" if gpus else "cpu")
+
+
 class RayEngine:
     """Workers of the Ray cluster that is connected.
 
@@ -87,21 +119,12 @@ class RayEngine:
         config: SlideEncoderConfig | TitanConfig,
         tiles: Mapping[str, int],
     ) -> None:
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = 0 if settings.device == "cpu" else sum(int(machine.get("GPU", 0)) for machine in machines)
-        if settings.device == "cuda" and not gpus:
-            raise RunError("--device cuda: the Ray cluster has no GPU; pass --device cpu, or add a machine with one")
-        cores = [int(machine.get("CPU", 0)) for machine in machines]
-        threads = settings.threads or (1 if gpus else min(filter(None, cores), default=1))
-        self.num_workers = gpus or sum(number // threads for number in cores)
-        if not self.num_workers:
-            raise RunError(f"--threads must be at most {max(cores)}, the cores of a machine of the Ray cluster")
-        self._cpus, self._gpus = threads, 1 if gpus else 0
-        settings = dataclasses.replace(settings, device="cuda" if gpus else "cpu", threads=threads)
+        self._workers = workers_of_cluster(settings.device, settings.threads)
+        settings = dataclasses.replace(settings, device=self._workers.device, threads=self._workers.threads)
         self._arguments = (*(file.absolute() for file in files), settings)
         self._read = partial(_read, config=config, settings=settings)
         self._tiles, self._claims = tiles, Claims(files[1])
-        self._of_batch = settings.batch_tiles or (BATCH_TILES if gpus else 1)
+        self._of_batch = settings.batch_tiles or (BATCH_TILES if self._workers.device == "cuda" else 1)
 
     def work(
         self,
@@ -121,7 +144,7 @@ class RayEngine:
         batches = [*self._batches([(name, paths) for name, paths in inputs if self._claims.is_free(name)])]
         if not batches:
             return
-        workers = min(self.num_workers, len(batches))
+        workers = min(self._workers.number, len(batches))
         say(f"{workers:,} workers of the Ray cluster embed {len(batches):,} batches")
         rows = (
             from_items(batches, override_num_blocks=len(batches))
@@ -131,8 +154,7 @@ class RayEngine:
                 batch_size=None,
                 fn_constructor_args=self._arguments,
                 compute=ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2),  # the next one waits
-                num_cpus=self._cpus,
-                num_gpus=self._gpus,
+                **self._workers.resources,
             )
             .iter_rows()
         )

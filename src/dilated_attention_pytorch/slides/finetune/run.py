@@ -86,7 +86,8 @@ class Finetuner:
         self, slides: Sequence[Path], labels: Path, checkpoint: Path | None, output: Path, settings: FinetuneSettings
     ) -> None:
         self.settings, self.output = settings, output
-        self.device = torch.device(choose_device(settings.device))
+        # Where Ray computes, the inputs are checked on this machine's CPU.
+        self.device = torch.device("cpu" if settings.engine == "ray" else choose_device(settings.device))
         set_threads(settings.threads)
         with _as_run_error(""):
             read = read_labels(
@@ -102,6 +103,7 @@ class Finetuner:
             )
         paths = {name: path for name, path in find_slides(slides).items() if path.exists()}  # not a dangling link
         self.labels, self.left_out = without_missing(read, paths, may_skip=settings.skip_missing)
+        self._files = slides, labels
         self.paths = {name: paths[name] for case in self.labels.cases for name in case.slides}
         self.has_embeddings = are_embeddings(self.paths)
         self.checkpoint = checkpoint
@@ -217,7 +219,8 @@ class Finetuner:
             files = CaseFiles(self.paths, self.encoder.config, self.settings.of_reading())
         if self._before is None:
             self._check_files(files, say, progress)
-        if files is not None and any(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs()):
+        left = sum(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs())
+        if files is not None and left and self.settings.engine == "local":
             self._check_memory(files, say)
         with FileLock(self.output / _LOCK_NAME):
             if self._before is None and self._check_folder() is None:  # no other command has begun it meanwhile
@@ -230,6 +233,11 @@ class Finetuner:
             device=self.device,
             precision=self.settings.precision,
         )
+        if left and self.settings.engine == "ray":
+            from .ray_runs import train_on_ray
+
+            slides, labels = self._files
+            train_on_ray(slides, labels, self.checkpoint, self.output, self.settings, left, say)
         trained, runs = 0, self._runs()
         for fold, seed, folder in runs:
             split = self.splits[fold - 1]

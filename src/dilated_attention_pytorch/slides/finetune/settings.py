@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.slides.encoder import Pooling
-from dilated_attention_pytorch.slides.settings import EmbedSettings
+from dilated_attention_pytorch.slides.settings import EmbedSettings, Engine
 from dilated_attention_pytorch.training.run_settings import LARGEST_SEED, Device, check_choice, check_number
 
 from .labels import Task
@@ -15,7 +15,7 @@ FinetunePrecision = Literal["float32", "bfloat16"]
 _BASE_RATE = 0.002
 _OF_CASES = 256
 _MOST = 10**6
-_NOT_BINDING = ("device", "threads", "maps", "skip_missing")
+_NOT_BINDING = ("device", "threads", "engine", "ray_address", "maps", "skip_missing")
 """Options that a later command over the same folder may change."""
 
 
@@ -110,12 +110,17 @@ class FinetuneSettings:
     precision: FinetunePrecision = "float32"
     """Dtype of matrix products and attention, under autocast; weights and optimizer are in float32."""
     threads: int = 0
-    """CPU threads; 0 leaves the number to PyTorch."""
+    """CPU threads; 0 leaves the number to PyTorch. Cores of each worker under `--engine ray` without GPUs; 0 is all of
+    the smallest machine."""
+    engine: Engine = "local"
+    """"ray": folds and seeds are trained side by side by workers of a Ray cluster."""
+    ray_address: str | None = None
+    """Ray cluster: HOST:PORT or auto. Default: one on this machine for the time of the command."""
 
     def __post_init__(self) -> None:
         if self.task is not None:
             check_choice(self, "task", get_args(Task))
-        for name, choices in (("precision", FinetunePrecision), ("device", Device), ("pooling", Pooling)):
+        for name, choices in (("precision", FinetunePrecision), ("device", Device), ("pooling", Pooling), ("engine", Engine)):
             check_choice(self, name, get_args(choices))
         for name in ("folds", "patience", "cases_per_step"):
             check_number(self, name, least=1, most=_MOST)
@@ -144,6 +149,8 @@ class FinetuneSettings:
             )
         if self.freeze and self.lora is not None:
             raise ValueError("freeze trains the classifier alone, and lora adapters too; leave out one of them")
+        if self.ray_address is not None and self.engine != "ray":
+            raise ValueError("ray_address is read by engine ray alone; set it, or leave ray_address out")
         self.of_reading()
 
     @property
