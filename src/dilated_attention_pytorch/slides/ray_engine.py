@@ -154,7 +154,8 @@ class RayEngine:
                 batch_size=None,
                 fn_constructor_args=self._arguments,
                 compute=ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2),  # the next one waits
-                **self._workers.resources,
+                num_cpus=self._workers.threads,
+                num_gpus=int(self._workers.device == "cuda"),
             )
             .iter_rows()
         )

@@ -17,7 +17,9 @@ def test_workers_train_what_is_left_and_the_command_writes_the_metrics(
     """Without a cluster: what a worker does is done here."""
     asked = []
 
-    def train(slides: object, labels: object, checkpoint: object, output: Path, settings: object, *rest: object) -> None:
+    def train(
+        slides: object, labels: object, checkpoint: object, output: Path, settings: object, *rest: object
+    ) -> None:
         asked.append(rest[0])
         cohort.tuner(output, **FOLDS).run()
 
@@ -40,4 +42,3 @@ def test_two_workers_train_two_folds(cohort: Cohort, tmp_path: Path) -> None:
     assert results_of(tmp_path / "out").keys() == results_of(tmp_path / "alone").keys()
     one, other = (results_of(tmp_path / name)["metrics.json"] for name in ("alone", "out"))
     assert one == other
-

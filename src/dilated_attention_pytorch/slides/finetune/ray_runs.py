@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -49,7 +50,7 @@ def train_on_ray(
             None if checkpoint is None else checkpoint.absolute(),
             output.absolute(),
         )
-        task = ray.remote(max_retries=_RETRIES, **workers.resources)(_train)
+        task: Any = ray.remote(_train).options(max_retries=_RETRIES, **workers.resources)
         try:
             ray.get([task.remote(*files, of_worker) for _ in range(number)])
         except RunError as error:  # of a task: Ray adds its traceback

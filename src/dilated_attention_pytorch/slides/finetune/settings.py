@@ -120,7 +120,12 @@ class FinetuneSettings:
     def __post_init__(self) -> None:
         if self.task is not None:
             check_choice(self, "task", get_args(Task))
-        for name, choices in (("precision", FinetunePrecision), ("device", Device), ("pooling", Pooling), ("engine", Engine)):
+        for name, choices in (
+            ("precision", FinetunePrecision),
+            ("device", Device),
+            ("pooling", Pooling),
+            ("engine", Engine),
+        ):
             check_choice(self, name, get_args(choices))
         for name in ("folds", "patience", "cases_per_step"):
             check_number(self, name, least=1, most=_MOST)
