@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.kernels.measured_choice import Choice, measured_choice
-from dilated_attention_pytorch.ops.derivatives import is_observed
+from dilated_attention_pytorch.ops.derivatives import needs_dispatcher
 
 VARIABLE = "DILATED_ATTENTION_LINEAR"
 _FEWEST_ROWS = 1024
@@ -143,7 +143,7 @@ def _may_convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         all(operand.dtype == torch.float32 and operand.is_cpu for operand in operands)
         and x.is_contiguous()
         and weight.is_contiguous()
-        and not is_observed(*operands)
+        and not needs_dispatcher(*operands, is_named=False)
         and not torch.is_autocast_enabled("cpu")
         and functional.linear is _OWN_LINEAR
         and bool(one_dnn.enabled)

@@ -54,15 +54,16 @@ _PLAIN_DISPATCH_STATES = [_keys("BackendSelect", "ADInplaceOrView"), _keys("Back
 """Thread-local dispatch keys when no mode, transform or tracer is active."""
 
 
-def needs_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether anything besides autograd must observe an operator on these tensors, so that it needs the dispatcher."""
-    # The profiler records operators by name. It is asked last: the compiler does not trace the question.
-    return is_observed(*tensors) or torch._C._autograd._profiler_enabled()
+def needs_dispatcher(*tensors: Tensor | None, is_named: bool = True) -> bool:
+    """Whether anything besides autograd must observe an operator on these tensors, so that it needs the dispatcher.
 
-
-def is_observed(*tensors: Tensor | None) -> bool:
-    """Whether a compiler, mode, transform, tracer or tensor subclass observes operators on these tensors."""
+    Args:
+        tensors: operands.
+        is_named: whether the profiler, which records operators by name, must see it too.
+    """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(tensors):
+        return True
+    if is_named and torch._C._autograd._profiler_enabled():
         return True
     if torch._C._dispatch_tls_local_include_set() not in _PLAIN_DISPATCH_STATES:
         return True
