@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.slides import (
@@ -118,6 +120,29 @@ def test_a_folder_of_slides_is_embedded_as_by_a_dense_encoder(tmp_path: Path) ->
     for wrong in (EmbedSettings(maps=True), EmbedSettings(like="trident"), EmbedSettings(layer=2)):
         with pytest.raises(RunError, match="is for GigaPath's encoder"):
             Embedder([written[0]], *written[1:], wrong)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+def test_no_tensor_holds_all_pairs_of_tiles_in_either_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BIAS_ELEMENTS", 6 * 901 * 8)
+    encoder = TitanEncoder(TitanConfig(**SIZES))
+    places = torch.arange(900)
+    with Largest() as largest:
+        corners = torch.stack((places // 30, places % 30), dim=-1)[None]
+        encoder(torch.randn(1, 900, 20), corners, tile_size=1).embedding.sum().backward()
+    assert 900 * 144 <= largest.numel < 900 * 900 / 4  # queries, keys and values
 
 
 def test_slopes_of_any_number_of_heads_are_alibis() -> None:

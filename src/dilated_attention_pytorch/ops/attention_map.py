@@ -161,7 +161,7 @@ def attention_rollout(calls: Sequence[Call], queries: Queries) -> Tensor:
         ``[B, R, N]`` in float32, float64 for float64 inputs.
 
     Raises:
-        ValueError: there is no call, or one is not self-attention over the rows of the first.
+        ValueError: ``calls`` is empty, or a call is not self-attention over as many rows as the first.
         NotImplementedError: see :func:`attention_maps`.
 
     >>> pattern = DilatedPattern([16, 64], [1, 4])

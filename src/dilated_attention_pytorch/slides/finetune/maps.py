@@ -29,7 +29,7 @@ def write_maps(
 ) -> None:
     """Write a file for each slide of the cases that has none: `contribution` [K, N], `rollout` [N], `coords` [N, 2].
 
-    A picture beside it shows the contributions to the largest score.
+    A PNG of the same name shows the contributions to the largest score.
 
     Args:
         model: a model with its encoder.

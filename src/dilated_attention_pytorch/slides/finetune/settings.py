@@ -171,7 +171,7 @@ class FinetuneSettings:
         return 1e-3 if self.freeze else _BASE_RATE * self.cases_per_step / _OF_CASES
 
     def of_reading(self) -> EmbedSettings:
-        """What `embed` is told to read the same files in the same way."""
+        """The options of `embed` that read the files in the same way."""
         return EmbedSettings(
             tile_size=self.tile_size,
             tile_spacing=self.tile_spacing,
