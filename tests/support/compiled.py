@@ -34,7 +34,7 @@ from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
 
 TYPES = {
     **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
-    **dict.fromkeys(("LSE", "GRAD_LSE", "DELTA", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"),
+    **dict.fromkeys(("LSE", "GRAD_LSE", "DELTA", "GRAD_DISTANCE_BIAS", "GRAD_KEY_BIAS", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"),
     "TILES": ("*i32", "*i32", "*i32"),
     "PADDING": "*u8",
     "DROPOUT": ("*i64", "i32", "fp32"),
@@ -83,8 +83,7 @@ def launches(problem: Problem) -> Iterator[tuple[Any, dict[str, Any]]]:
         yield order_kernel, part.order.keywords
         yield runs_kernel, walk.planning.keywords
         yield kernel, walk.computing.keywords
-    block_d, head_dim = plan.kind.block_d, plan.kind.head_dim
-    yield merge_splits_kernel, {"D": head_dim, "BLOCK_D": block_d, "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
+    yield merge_splits_kernel, {"WIDTH": plan.kind.widths[1], "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
@@ -96,7 +95,18 @@ def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
         types["PADDING"] = dtype
     if problem.dropout_seed is None:
         types["DROPOUT"] = (dtype, "i32", "fp32")
+    key_bias = None if problem.key_bias is None else ("*fp32", "i32", "i32", "i32")
+    types["TERMS"] = (None if problem.distance_bias is None else "*fp32", key_bias, "fp32", "fp32")
     return types
+
+
+def _absent(problem: Problem) -> dict[str, None]:
+    """Operands that the kernels take as None."""
+    absent = {"GRAD_LSE": problem.dropout_seed, "GRAD_DISTANCE_BIAS": problem.distance_bias}
+    absent |= {"GRAD_KEY_BIAS": problem.key_bias}
+    if not plan_of(problem).kind.has_terms:
+        absent["TERMS"] = None
+    return {name: None for name, operand in absent.items() if operand is None}
 
 
 def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: str) -> Any:
@@ -105,8 +115,7 @@ def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: st
     constants = {name: value for name, value in keywords.items() if name in kernel.arg_names}
     dtype = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[problem.query.dtype]
     types = TYPES | _types_of_absent(problem, dtype)
-    if problem.dropout_seed is None and "GRAD_LSE" in kernel.arg_names:
-        constants["GRAD_LSE"] = None
+    constants |= {name: None for name in _absent(problem) if name in kernel.arg_names}
     on_device = ("offset", "query_offset") if isinstance(problem.query_offset, Tensor) else ()
     signature: dict[str, Any] = {}
     hints = {}
