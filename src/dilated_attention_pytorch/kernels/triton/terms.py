@@ -66,7 +66,7 @@ def tanh(x):
     size, square = tl.abs(x), x * x
     near = ((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square
     near = ((near + 1.33314422036e-1) * square - 3.33332819422e-1) * square * x + x
-    decay = tl.exp2(-TWO_LOG2_E * size)
+    decay = tl.exp2(size * -TWO_LOG2_E)
     far = (1.0 - decay) / (1.0 + decay)
     return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far))
 
