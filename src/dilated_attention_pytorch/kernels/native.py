@@ -167,6 +167,8 @@ def add_gradients(
     grads: Sequence[Tensor],
     grad_gates: Tensor | None = None,
     *,
+    grad_line: Tensor | None = None,
+    grad_key_bias: Tensor | None = None,
     of_grad_query: Origin = WHOLE,
     of_grad_keys: Origin = WHOLE,
 ) -> None:

@@ -46,7 +46,8 @@ def attention_map(
 
     ``P[p, t] = c[p, t] exp(s[p, t] - L[p])`` with the count c, the score s and the log-sum-exp L of :func:`attend`:
     its output is ``O[p] = sum_t P[p, t] v[t]``. A row of P sums to 1; to 0 for a query without a key, and to less than
-    1 with sinks and under ``tail="zero_padded"``, where the rest belongs to the sink and the zero keys. Differentiable in ``query`` and ``key``.
+    1 with sinks and under ``tail="zero_padded"``, where the rest belongs to the sink and to the zero keys.
+    Differentiable in ``query`` and ``key``; maps of weights only without a cap and biases.
 
     Chosen rows are computed from the definition, in O(R M) time and memory for R rows and M keys. Weighted sums of all
     rows (``queries`` of weights) take the plan and the kernels of :func:`attend`: the pairs of the pattern are computed

@@ -116,14 +116,14 @@ class Call(NamedTuple):
         return self.softcap != 0.0 or self.distance_bias is not None or self.key_bias is not None
 
     @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """The differentiable tensors, in the order of the gradients."""
-        return tuple(tensor for tensor in self[:NUM_LEAVES] if tensor is not None)
+    def leaves(self) -> tuple[Tensor | None, ...]:
+        """The fields that have gradients, in the order of the gradients, which leave out those that are None."""
+        return self.query, self.key, self.value, self.log_gates, self.distance_bias, self.key_bias
 
     def by_leaf(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of :attr:`leaves` by the first :data:`NUM_LEAVES` fields; None for fields that are None."""
+        """Gradients by :attr:`leaves`; None for those that are None."""
         remaining = iter(grads)
-        return [None if tensor is None else next(remaining) for tensor in self[:NUM_LEAVES]]
+        return [None if leaf is None else next(remaining) for leaf in self.leaves]
 
     @property
     def first_query(self) -> int:

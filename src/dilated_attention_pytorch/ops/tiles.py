@@ -145,12 +145,12 @@ def backward(
             work,
             accumulators,
             of_gates,
-            of_terms._replace(key_bias=None if of_terms.key_bias is None else work.of_batch(of_terms.key_bias)),
             work.of_batch(out),
             work.of_batch(lse),
             of_rest,
             work.of_batch(grad_out),
             of_grad_lse,
+            of_terms._replace(key_bias=None if of_terms.key_bias is None else work.of_batch(of_terms.key_bias)),
         )
         for accumulator, grad in zip(accumulators, grads, strict=True):
             if accumulator.tensor.dtype != grad.dtype:
