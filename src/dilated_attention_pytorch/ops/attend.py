@@ -64,7 +64,8 @@ def attend_with_lse(
         impl=impl,
     )
     check_call(call)
-    call = with_scores(call, scores)
+    if scores is not None:
+        call = with_scores(call, scores)
     for watch in WATCHERS:
         watch(call)
     if dropout_p > 0.0:
@@ -78,7 +79,9 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
     impl = IMPLEMENTATIONS[implementation_of(call.impl, query, call.pattern)]
-    if impl.name == "native" and (call.has_terms or query.shape[3] != value.shape[3]):
+    if impl.name == "native" and (
+        call.softcap or call.distance_bias is not None or call.key_bias is not None or query.shape[3] != value.shape[3]
+    ):
         impl = IMPLEMENTATIONS["aten"]  # TEMPORARY, until the native kernels take terms
     if isinstance(call.query_offset, Tensor) and not impl.takes_offset_tensor:
         raise NotImplementedError(
@@ -86,8 +89,9 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
             'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
         )
     query, scale = with_positive_scale(query, call.scale)
-    results = impl.attend(call._replace(query=query, key=key, value=value, scale=scale, impl=impl, sinks=None))
-    return with_sinks(*results, call.sinks)
+    sinks, call = call.sinks, call._replace(query=query, key=key, value=value, scale=scale, impl=impl, sinks=None)
+    results = impl.attend(call)
+    return results if sinks is None else with_sinks(*results, sinks)
 
 
 def attend(

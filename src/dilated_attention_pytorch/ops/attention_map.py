@@ -91,7 +91,7 @@ def attention_map(
         impl=impl,
     )
     check_call(call)
-    return map_of_call(with_scores(call, scores), queries)
+    return map_of_call(call if scores is None else with_scores(call, scores), queries)
 
 
 def map_of_call(call: Call, queries: Queries) -> Tensor:
@@ -252,8 +252,8 @@ def _of_rows(call: Call, rows: Tensor) -> Tensor:
         key_bias=call.key_bias,
         first_row=call.first_query,
     )
-    probabilities, _ = with_sinks(probabilities.transpose(1, 2), lse.transpose(1, 2), call.sinks)
-    return probabilities
+    probabilities, lse = probabilities.transpose(1, 2), lse.transpose(1, 2)
+    return probabilities if call.sinks is None else with_sinks(probabilities, lse, call.sinks)[0]
 
 
 def _weighted(call: Call, weights: Tensor) -> Tensor:
@@ -269,6 +269,8 @@ def _weighted(call: Call, weights: Tensor) -> Tensor:
     _, lse = attend_checked(call)
     query, scale = with_positive_scale(call.query, call.scale)
     call = call._replace(query=query, scale=scale, impl=IMPLEMENTATIONS["aten"])
-    values, _ = with_sinks(weights.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads, -1), lse, sinks)
+    values = weights.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads, -1)
+    if sinks is not None:
+        values, _ = with_sinks(values, lse, sinks)
     # [B, M, H, R]
     return weighted_sum("keys", call, lse, values, []).permute(0, 3, 2, 1)

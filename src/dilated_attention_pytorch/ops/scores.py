@@ -36,7 +36,7 @@ class Scores:
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape or range.
 
-    >>> from dilated_attention_pytorch import Scores
+    >>> from dilated_attention_pytorch.ops import Scores
     >>> q = k = v = torch.randn(1, 100, 4, 8)
     >>> scores = Scores(softcap=50.0, sinks=torch.zeros(4), slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]))
     >>> attend(q, k, v, DilatedPattern([16, 64], [1, 4]), is_causal=True, scores=scores).shape
@@ -107,14 +107,12 @@ class Scores:
         return cls(distance_bias=table[bucket].T)
 
 
-def with_scores(call: Call, scores: Scores | None) -> Call:
+def with_scores(call: Call, scores: Scores) -> Call:
     """A checked call with the terms of its scores as the kernels take them.
 
     Raises:
         TypeError, ValueError: ``scores`` does not fit the call.
     """
-    if scores is None:
-        return call
     _check(call, scores)
     key_bias, dtype = scores.key_bias, call.dtype
     if key_bias is not None:
@@ -128,10 +126,8 @@ def with_scores(call: Call, scores: Scores | None) -> Call:
     )
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``: the results with sinks ``[H]`` in the denominator."""
-    if sinks is None:
-        return out, lse
     sinks = sinks.to(lse.dtype)
     return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 
@@ -154,7 +150,9 @@ def _by_distance(call: Call, scores: Scores) -> Tensor | None:
 
 def _check(call: Call, scores: Scores) -> None:
     if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be dilated_attention_pytorch.Scores(...) or None, got {type(scores).__name__}")
+        raise TypeError(
+            f"scores must be dilated_attention_pytorch.ops.Scores(...) or None, got {type(scores).__name__}"
+        )
     batch, num_keys, kv_heads = call.key.shape[:3]
     heads, dtype = call.query.shape[2], accumulation_dtype(call.query.dtype)
     allowed: dict[str, list[list[int]]] = {
