@@ -17,7 +17,7 @@ from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
-from .scores import Scores, with_scores, with_sinks
+from .scores import Scores, finished, with_scores
 from .validation import check_call, sequence_first
 
 
@@ -89,9 +89,10 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
             'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
         )
     query, scale = with_positive_scale(query, call.scale)
-    sinks, call = call.sinks, call._replace(query=query, key=key, value=value, scale=scale, impl=impl, sinks=None)
-    results = impl.attend(call)
-    return results if sinks is None else with_sinks(*results, sinks)
+    call = call._replace(query=query, key=key, value=value, scale=scale, impl=impl)
+    if call.sinks is None and call.shift is None:
+        return impl.attend(call)
+    return finished(*impl.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
 
 
 def attend(
