@@ -75,7 +75,7 @@ class Backward {
                 rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment),
             1, tiles_.size())),
         grad_line_(partial, x.terms, x.grad_line, splits_ == 1 ? partial.domains.size() : splits_) {
-    if (x.grad_key_bias) grad_key_bias_.emplace(*x.grad_key_bias, x.of_grad_keys.row, x.of_grad_keys.head);
+    if (x.grad_key_bias) grad_key_bias_.emplace(*x.grad_key_bias, x.of_keys.row, x.of_keys.head);
   }
 
   void run() {

@@ -178,9 +178,9 @@ def add_gradients(
     merged: Merged,
     grads: Sequence[Tensor],
     grad_gates: Tensor | None = None,
-    *,
     grad_line: Tensor | None = None,
     grad_key_bias: Tensor | None = None,
+    *,
     of_grad_query: Origin = WHOLE,
     of_grad_keys: Origin = WHOLE,
 ) -> None:
@@ -193,7 +193,7 @@ def add_gradients(
             ``of_grad_keys``.
         grad_gates: float32 gradients of the log-gates of block lists.
         grad_line: float32 gradients of the line of :class:`Terms`, contiguous; None = not needed.
-        grad_key_bias: float32 gradients of the keys' bias, with the first row and head of those of the keys.
+        grad_key_bias: float32 gradients of the keys' bias, with its first row and head.
     """
     load()
     units = _units_of(partial) if isinstance(partial, BlockLists) else None
