@@ -221,8 +221,9 @@ class Work:
     def partial_call(self, partial: AnyPartial, views: PartialViews) -> PartialCall:
         """What a kernel over views computes the partial from."""
         bias, factors = self.bias(partial, views), self.keep_factors(views)
+        terms = None if self.terms is None else self.terms_of(views)
         operands = views["query"], views["key"], views["value"]
-        return PartialCall(*operands, bias, factors, self.terms_of(views), is_causal(partial), self.scale)
+        return PartialCall(*operands, bias, factors, terms, is_causal(partial), self.scale)
 
     def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> Terms | None:
         """Terms of the scores of a partial over views; None without any but a bias of keys.

@@ -36,7 +36,7 @@ class Scores:
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape or range.
 
-    >>> from dilated_attention_pytorch import Scores
+    >>> from dilated_attention_pytorch.ops import Scores
     >>> q = k = v = torch.randn(1, 100, 4, 8)
     >>> scores = Scores(softcap=50.0, sinks=torch.zeros(4), slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]))
     >>> attend(q, k, v, DilatedPattern([16, 64], [1, 4]), is_causal=True, scores=scores).shape
@@ -107,54 +107,66 @@ class Scores:
         return cls(distance_bias=table[bucket].T)
 
 
-def with_scores(call: Call, scores: Scores | None) -> Call:
+def with_scores(call: Call, scores: Scores) -> Call:
     """A checked call with the terms of its scores as the kernels take them.
 
     Raises:
         TypeError, ValueError: ``scores`` does not fit the call.
     """
-    if scores is None:
-        return call
     _check(call, scores)
     key_bias, dtype = scores.key_bias, call.dtype
     if key_bias is not None:
         key_bias = key_bias.unsqueeze(-1) if key_bias.dim() == 2 else key_bias
         key_bias = key_bias.to(dtype).expand(*call.key.shape[:3])
+    distance_bias, shift = _by_distance(call, scores)
     return call._replace(
-        distance_bias=_by_distance(call, scores),
+        distance_bias=distance_bias,
         key_bias=key_bias,
         softcap=0.0 if scores.softcap is None else float(scores.softcap),
         sinks=scores.sinks,
+        shift=shift,
     )
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``: the results with sinks ``[H]`` in the denominator."""
+def finished(out: Tensor, lse: Tensor, sinks: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The results of an operator, ``L + shift``, with the sinks ``[H]`` in the denominator.
+
+    ``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``.
+    """
+    if shift is not None:
+        lse = lse + shift
     if sinks is None:
         return out, lse
     sinks = sinks.to(lse.dtype)
     return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 
 
-def _by_distance(call: Call, scores: Scores) -> Tensor | None:
-    """The bias by distance as in :class:`.Call`; None without any."""
+def _by_distance(call: Call, scores: Scores) -> tuple[Tensor | None, Tensor | None]:
+    """The bias by distance as in :class:`.Call`, and what was subtracted from it."""
     if scores.slopes is None and scores.distance_bias is None:
-        return None
+        return None, None
     num_queries, num_keys = call.query.shape[1], call.key.shape[1]
-    distance = torch.arange(1 - num_queries, num_keys, device=call.query.device)
-    distance = distance + (call.key_offset - call.query_offset)
+    first = 1 - num_queries + call.key_offset - call.query_offset
+    distance = torch.arange(num_queries + num_keys - 1, device=call.query.device) + first
     parts = []
     if scores.slopes is not None:
         parts.append(-scores.slopes.to(call.dtype).unsqueeze(1) * distance.abs())
     if scores.distance_bias is not None:
         most = scores.distance_bias.shape[1] // 2
         parts.append(scores.distance_bias.to(call.dtype)[:, distance.clamp(-most, most) + most])
-    return parts[0] + parts[1] if len(parts) == 2 else parts[0].contiguous()
+    bias = parts[0] + parts[1] if len(parts) == 2 else parts[0].contiguous()
+    if isinstance(first, Tensor) or first <= 0 <= first + num_queries + num_keys - 2 or bias.numel() == 0:
+        return bias, None
+    # All keys are far, and a score would be rounded to the digits of a large bias: it is taken relative to the nearest.
+    shift = bias[:, 0 if first > 0 else -1].detach()
+    return bias - shift.unsqueeze(1), shift
 
 
 def _check(call: Call, scores: Scores) -> None:
     if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be dilated_attention_pytorch.Scores(...) or None, got {type(scores).__name__}")
+        raise TypeError(
+            f"scores must be dilated_attention_pytorch.ops.Scores(...) or None, got {type(scores).__name__}"
+        )
     batch, num_keys, kv_heads = call.key.shape[:3]
     heads, dtype = call.query.shape[2], accumulation_dtype(call.query.dtype)
     allowed: dict[str, list[list[int]]] = {
