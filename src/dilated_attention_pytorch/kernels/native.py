@@ -102,11 +102,6 @@ class Terms(NamedTuple):
     key_bias: Tensor | None = None
     """float32 ``[B, M, G]``, finite; its rows and heads are those of the keys."""
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Arguments in the format of ``csrc/library.cpp``."""
-        assert self.line is None or self.line.is_contiguous()
-        return self.softcap, self.line, self.origin, self.key_bias
-
 
 NO_TERMS = Terms()
 
@@ -168,7 +163,7 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
     origins = [*of_out, *(_origin_of_remote(partial) if operands.is_remote else WHOLE)]
     terms = operands.terms or NO_TERMS
     assert terms.line is None or not operands.is_remote
-    rest = (*geometry, *operands.options, None if units is None else units.gates, *terms.arguments())
+    rest = (*geometry, *operands.options, None if units is None else units.gates, *terms)
     torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
 
@@ -205,7 +200,7 @@ def add_gradients(
     of_units = None if gates is None else torch.zeros_like(gates)
     terms = operands.terms or NO_TERMS
     assert terms.line is None or not operands.is_remote
-    rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms.arguments()]
+    rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms]
     rest += of_units, grad_line, grad_key_bias
     torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
     if units is not None and of_units is not None and grad_gates is not None:
