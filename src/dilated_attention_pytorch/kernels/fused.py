@@ -34,7 +34,8 @@ def forward(
     """
     of_values = value.shape[-1]
     if query.shape[-1] != of_values:
-        out, lse = forward(*_of_one_width(query, key, value), bias, is_causal=is_causal, scale=scale)
+        query, key, value = _of_one_width(query, key, value)
+        out, lse = forward(query, key, value, bias, is_causal=is_causal, scale=scale)
         return out[..., :of_values], lse
     if query.device.type == "cpu":
         q, k, v = (_computable_on_cpu(tensor) for tensor in (query, key, value))

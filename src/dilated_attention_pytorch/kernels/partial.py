@@ -78,19 +78,21 @@ def _products_backward(call: PartialCall, merged: MergedViews, needs_bias: bool)
 
 
 def _fused_forward(call: PartialCall, is_pair: bool) -> Result:
-    assert call.keep_factors is call.terms is None
+    assert call.keep_factors is None
+    assert call.terms is None
     assert not is_pair
     return Result(*fused.forward(*call[:4], is_causal=call.is_causal, scale=call.scale))
 
 
 def _fused_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
     assert merged.grad_lse is merged.rest is None
-    assert call.keep_factors is call.terms is None
+    assert call.keep_factors is None
+    assert call.terms is None
     assert not needs_bias
-    grads = fused.backward(
+    of_query, of_key, of_value = fused.backward(
         merged.grad_out, *call[:3], merged.out, merged.lse, call.bias, is_causal=call.is_causal, scale=call.scale
     )
-    return *grads, None
+    return of_query, of_key, of_value, None
 
 
 def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor | None]]:
@@ -103,7 +105,8 @@ def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor |
 
 
 def _triton_forward(call: PartialCall, is_pair: bool) -> Result:
-    assert call.keep_factors is call.terms is None
+    assert call.keep_factors is None
+    assert call.terms is None
     assert not is_pair
     assert not call.is_causal, "rows of other ranks and of caches are seen by all queries of a partial"
     from .triton import launch
@@ -118,7 +121,8 @@ def _triton_forward(call: PartialCall, is_pair: bool) -> Result:
 
 def _triton_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
     assert merged.grad_lse is merged.rest is None
-    assert call.keep_factors is call.terms is None
+    assert call.keep_factors is None
+    assert call.terms is None
     assert not call.is_causal
     assert not needs_bias
     from .triton import launch

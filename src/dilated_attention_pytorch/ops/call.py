@@ -103,12 +103,14 @@ class Call(NamedTuple):
     impl: Any = "auto"
     """A name; once chosen, an :class:`Implementation`."""
     sinks: Tensor | None = None
-    """``[H]``; no argument of an operator: :func:`.attend.attend_checked` adds them to its results."""
+    """``[H]``; like the next no argument of an operator: :func:`.scores.finished` applies them to the results."""
+    shift: Tensor | None = None
+    """``[H]``, what was subtracted from ``distance_bias``, and is added to the log-sum-exp."""
 
     def for_operator(self) -> tuple[Any, ...]:
         """The arguments of an operator: spec of the pattern, name of the implementation."""
         spec: Any = "" if self.pattern is None else self.pattern.spec
-        return self._replace(pattern=spec, impl=self.impl.name)[:-1]
+        return self._replace(pattern=spec, impl=self.impl.name)[:-2]
 
     @property
     def has_terms(self) -> bool:
@@ -116,14 +118,14 @@ class Call(NamedTuple):
         return self.softcap != 0.0 or self.distance_bias is not None or self.key_bias is not None
 
     @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """The differentiable tensors, in the order of the gradients."""
-        return tuple(tensor for tensor in self[:NUM_LEAVES] if tensor is not None)
+    def leaves(self) -> tuple[Tensor | None, ...]:
+        """The fields that have gradients, in the order of the gradients, which leave out those that are None."""
+        return self.query, self.key, self.value, self.log_gates, self.distance_bias, self.key_bias
 
     def by_leaf(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of :attr:`leaves` by the first :data:`NUM_LEAVES` fields; None for fields that are None."""
+        """Gradients by :attr:`leaves`; None for those that are None."""
         remaining = iter(grads)
-        return [None if tensor is None else next(remaining) for tensor in self[:NUM_LEAVES]]
+        return [None if leaf is None else next(remaining) for leaf in self.leaves]
 
     @property
     def first_query(self) -> int:
@@ -158,7 +160,7 @@ SCHEMA = (
     "SymInt[] block_sizes, bool is_causal, float scale, SymInt query_offset, SymInt key_offset, float dropout_p, "
     "float softcap, str impl"
 )
-"""The fields of :class:`Call`, less the last, as arguments of an operator."""
+"""The fields of :class:`Call`, less the last two, as arguments of an operator."""
 NUM_TENSORS = 10
 """Number of these that are tensors, which come first."""
 NUM_LEAVES = 6

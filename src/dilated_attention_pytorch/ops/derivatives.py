@@ -235,7 +235,7 @@ def gradients(
 def _backward_operator(call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The registered operator's gradients of :attr:`.Call.leaves`."""
     grads = _OPERATORS.attend_backward.default(*tensors, *call.for_operator())
-    return tuple(grad for grad, leaf in zip(grads, call, strict=False) if leaf is not None)
+    return tuple(grad for grad, leaf in zip(grads, call.leaves, strict=True) if leaf is not None)
 
 
 class _Gradients(Function):

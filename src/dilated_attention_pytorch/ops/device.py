@@ -102,7 +102,7 @@ def _attend_from(call: Call) -> tuple[Tensor, Tensor]:
     Raises:
         NotImplementedError: an operand requires a gradient or has a tangent.
     """
-    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in call.leaves):
+    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in call.leaves):
         raise NotImplementedError(
             "attention with query_offset as a tensor has no gradient, got operands that require one: call it under "
             "torch.no_grad(), or pass query_offset as an integer"

@@ -29,7 +29,7 @@ def call_of(*arguments: Any) -> Call:
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
     call = call_of(*arguments)
-    refuse_tangents(*call[:NUM_LEAVES])
+    refuse_tangents(*call.leaves)
     out, lse = call.impl.forward(call)
     return out, lse
 
@@ -39,7 +39,7 @@ def _attend_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of the call's differentiable fields from the merged output and log-sum-exp; empty for None."""
     call = call_of(*arguments)
-    refuse_tangents(*call[:NUM_LEAVES], grad_out, grad_lse)
+    refuse_tangents(*call.leaves, grad_out, grad_lse)
     grads = call.by_leaf(call.impl.backward(call, grad_out, grad_lse, out, lse))
     return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
 
@@ -79,9 +79,9 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @attend_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    leaves = call_of(*arguments)[:NUM_LEAVES]
     return tuple(
-        lse.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves
+        lse.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in call_of(*arguments).leaves
     )
 
 

@@ -221,8 +221,9 @@ class Work:
     def partial_call(self, partial: AnyPartial, views: PartialViews) -> PartialCall:
         """What a kernel over views computes the partial from."""
         bias, factors = self.bias(partial, views), self.keep_factors(views)
+        terms = None if self.terms is None else self.terms_of(views)
         operands = views["query"], views["key"], views["value"]
-        return PartialCall(*operands, bias, factors, self.terms_of(views), is_causal(partial), self.scale)
+        return PartialCall(*operands, bias, factors, terms, is_causal(partial), self.scale)
 
     def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> Terms | None:
         """Terms of the scores of a partial over views; None without any but a bias of keys.
@@ -324,12 +325,12 @@ def add_gradients(
     work: Work,
     grads: Sequence[Operand],
     grad_gates: Tensor | None,
-    of_terms: TermGradients,
     out: Tensor,
     lse: Tensor,
     rest: Tensor | None,
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    of_terms: TermGradients | None = None,
 ) -> None:
     """Add the partials' gradients of query, key and value to ``grads``, those of log-gates to ``grad_gates``, and those
     of the terms of the scores to ``of_terms``.
@@ -338,6 +339,7 @@ def add_gradients(
     without a key. With ``rest``, ``(lse, rest)`` is a pair, see :class:`.products.Result`. Sums are in the accumulation
     dtype.
     """
+    of_terms = of_terms or TermGradients()
     names: tuple[Name, ...] = ("grad_query", "grad_key", "grad_value")
     own: Operands = {
         "out": Operand(out),
@@ -371,12 +373,12 @@ def add_gradients(
                 native.Merged(out, lse, grad_out, grad_lse),
                 [grad.tensor for grad in grads],
                 grad_gates,
-                grad_line,
-                of_terms.key_bias,
+                grad_line=grad_line,
+                grad_key_bias=of_terms.key_bias,
                 of_grad_query=native.Origin(grads[0].first_row, grads[0].first_head),
                 of_grad_keys=native.Origin(grads[1].first_row, grads[1].first_head),
             )
-            if of_terms.distance_bias is not None:
+            if of_terms.distance_bias is not None and grad_line is not None:
                 work.line(partial, of_terms.distance_bias)[0].add_(grad_line)
             continue
         operands = operands or {**work.operands(), **own}

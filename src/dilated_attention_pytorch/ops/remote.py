@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.masks import Masks
+from dilated_attention_pytorch.kernels.masks import Masks, ScoreTerms
 from dilated_attention_pytorch.plan.geometry import Axis, Partial
 from dilated_attention_pytorch.plan.shards import Block
 
 from .call import Implementation
 from .operands import Operand, Role, Rows
-from .partials import Work, add_gradients, merge_partials
+from .partials import TermGradients, Work, add_gradients, merge_partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,16 @@ class RemoteKeys:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Dropout of pairs of a query block and remote keys, determined by the seed and absolute positions."""
+    """Dropout of pairs, determined by the seed and absolute positions."""
 
     seed: Tensor
     probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Positions of the queries and of remote keys, which dropout and a bias by distance depend on."""
+
     query_offset: int
     """Position of row 0 of the query tensor; row i has position ``query_offset + i``."""
     key_positions: Tensor
@@ -63,7 +69,9 @@ def work_of(
     ratio: int,
     scale: float,
     impl: Implementation,
-    dropout: Dropout | None,
+    dropout: Dropout | None = None,
+    positions: Positions | None = None,
+    terms: ScoreTerms | None = None,
 ) -> Work:
     """Attention of a block's queries to remote keys.
 
@@ -75,17 +83,20 @@ def work_of(
         scale: scale of the scores, positive.
         impl: not the dense one.
         dropout: None = no dropout.
+        positions: None without dropout and without a bias by distance.
+        terms: terms of the scores.
     """
     axes = (Axis(queries.num_heads, queries.skew, 1),) if queries.num_heads > 1 else ()
     num_keys = keys.key.shape[1]
     partial = Partial(queries.row, 0, queries.count, num_keys, queries.step, queries.head, axes=axes)
     masks = Masks(keys.hidden)
     if dropout is not None:
-        masks = Masks(
-            keys.hidden, dropout.seed, dropout.probability, dropout.query_offset, key_positions=dropout.key_positions
-        )
+        masks = replace(masks, seed=dropout.seed, dropout_p=dropout.probability)
+    if positions is not None:
+        masks = replace(masks, query_offset=positions.query_offset, key_positions=positions.key_positions)
     tensors = query, keys.key, keys.value
-    return Work((partial,), *tensors, ratio, scale, impl, masks, is_remote=True, seen_rows=keys.seen_rows)
+    seen = keys.seen_rows
+    return Work((partial,), *tensors, ratio, scale, impl, masks, is_remote=True, seen_rows=seen, terms=terms)
 
 
 def merge_keys(work: Work, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> None:
@@ -102,11 +113,12 @@ def add_key_gradients(
     rest: Tensor | None,
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    of_terms: TermGradients | None = None,
 ) -> None:
     """Add gradients to ``grad_query [B, N, H, D]`` and to ``grads`` of the keys, all in the accumulation dtype."""
     of_query = Operand(grad_query, role=Role.ADDED_TO)
     of_key, of_value = (Operand(x, Rows.REMOTE, Role.ADDED_TO) for x in (grads.key, grads.value))
-    add_gradients(work, (of_query, of_key, of_value), None, out, lse, rest, grad_out, grad_lse)
+    add_gradients(work, (of_query, of_key, of_value), None, out, lse, rest, grad_out, grad_lse, of_terms)
 
 
 def merge_rows(
@@ -126,5 +138,5 @@ def merge_rows(
         parts = [[x.select(3, index) for x in tensors] for index in range(ratio)]
     for rows, into, log in parts:
         block = Block(0, rows.shape[1], 1, 0, heads, 0)
-        work = work_of(rows, block, keys, ratio=rows.shape[2] // heads, scale=scale, impl=impl, dropout=None)
+        work = work_of(rows, block, keys, ratio=rows.shape[2] // heads, scale=scale, impl=impl)
         merge_keys(work, into, log)

@@ -14,7 +14,7 @@ from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
-from .scores import Scores, with_scores, with_sinks
+from .scores import Scores, finished, with_scores
 from .validation import check_call, sequence_first
 
 BlocksImpl = Literal["auto", "native", "aten"]
@@ -102,17 +102,16 @@ def attend_blocks(
         dropout_p=dropout_p,
     )
     check_call(call)
-    call = with_scores(call, scores)
+    if scores is not None:
+        call = with_scores(call, scores)
     for watch in WATCHERS:
         watch(call)
     query, key, value = cast_by_autocast(query, key, value)
     chosen = IMPLEMENTATIONS[_chosen(impl, query, block_size)]
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     query, scale = with_positive_scale(query, scale)
-    results = chosen.attend(
-        call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen, sinks=None)
-    )
-    out, lse = with_sinks(*results, call.sinks)
+    call = call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
+    out, lse = finished(*chosen.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 

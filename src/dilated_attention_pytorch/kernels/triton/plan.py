@@ -263,7 +263,8 @@ class LaunchPlan:
         """The configurations that the kernel is shipped with for the wider of keys and values."""
         kind = self.kind
         block_d = max(width.BLOCK_D for width in kind.widths)
-        return candidates(kernel, block_d, kind.dtype.itemsize, kind.target, kind.is_banded, triton_version())
+        target, is_banded, is_biased = kind.target, kind.is_banded, kind.has_distance_bias
+        return candidates(kernel, block_d, kind.dtype.itemsize, target, is_banded, is_biased, triton_version())
 
     def side(self, rows: tuple[int, int | None], tile_rows: tuple[int, ...]) -> Side:
         """Side of the rows that tiles hold, queries or keys."""
