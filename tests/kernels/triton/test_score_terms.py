@@ -20,11 +20,11 @@ from support.triton_calls import DEVICE, poisoned, surrounded
 DRAWS = 30
 """500 in the sweep."""
 TINY = Sizes(
-    st.one_of(st.integers(1, 18), st.sampled_from([15, 16, 17])),
+    st.sampled_from([1, 7, 13, 15, 16, 17, 19]),
     batch=2,
     kv_heads=2,
     head_dims=(5, 16, 20),
-    groups=2,
+    groups=1,
     summands=(1,),
     segments=st.one_of(st.integers(5, 40), st.sampled_from([8, 16])),
     ratios=(1, 1, 2),
