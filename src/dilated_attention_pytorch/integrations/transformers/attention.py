@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,14 +10,16 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.models.longnet import check_equal_boundaries
 from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.precision import cast_by_autocast
-from dilated_attention_pytorch.tracing import constant_of_graph, require
+from dilated_attention_pytorch.tracing import require
 
 from .bounded import cache_of
 from .cached import attend_cached
 from .config import check_no_window, layer_pattern
-from .documents import is_causal_seal, is_packed_seal, is_seal, is_unread, unseal
-from .layers import is_causal_without_mask, note_attended
+from .documents import is_causal_seal, is_seal, is_unread, unseal
+from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended
+from .visibility import visibility_of
 
 _PASSED_BY = frozenset(
     {
@@ -96,7 +97,7 @@ def dilated_attention_forward(
         module: the attention layer; its configuration holds the pattern.
         query: ``[B, H, N, D]``.
         key, value: ``[B, G, M, D]``, cached and new rows.
-        attention_mask: from :func:`documents_mask`.
+        attention_mask: from :func:`documents_mask`, or of every pair, see :func:`visibility_of`.
         dropout: probability of dropping a merged probability.
         scaling: scale of the scores; None = ``1 / sqrt(D)``.
         is_causal: overrides the module's attribute; a mask overrides both.
@@ -113,14 +114,15 @@ def dilated_attention_forward(
     """
     note_attended(module)
     _check_options(options)
-    bounded = cache_of(key)
-    mask, num_columns = None, key.shape[2]
-    if attention_mask is not None:
-        mask, num_columns = _checked_mask(attention_mask), attention_mask.shape[3]
+    rule, bounded = None, cache_of(key)
+    is_cross = keys_are_of_another(module) and not (attention_mask is not None and is_causal_seal(attention_mask))
+    if attention_mask is not None and not is_cross:
+        rule = visibility_of(attention_mask, query.shape[2], type(module).__name__)
         # Some models pass is_causal=False with a mask, because a dense mask would be causal itself.
-        is_causal = is_causal_seal(attention_mask)
+        is_causal = rule.is_causal
     elif is_causal is None:
         is_causal = is_causal_without_mask(module)
+    num_columns = key.shape[2] if attention_mask is None else attention_mask.shape[3]
     if key.shape[2] < num_columns and bounded is None:
         raise NotImplementedError(
             f"{type(module).__name__} passed {key.shape[2]} keys with a mask of {num_columns} columns, so which of "
@@ -129,21 +131,30 @@ def dilated_attention_forward(
     query, key, value = cast_by_autocast(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
     # A static cache has columns that are not written yet.
     key, value = key[:, :num_columns], value[:, :num_columns]
-    num_queries = query.shape[1]
-    if _is_cross_attention(type(module), getattr(module, "is_decoder", None), is_causal):
-        return _plain_attention(query, key, value, mask, dropout, scaling), None
-    _check_heads(module.config, key.shape[2])
-    layer: int | None = getattr(module, "layer_idx", None)
+    if is_cross:
+        return _plain_attention(query, key, value, attention_mask, dropout, scaling), None
+    config, layer = layer_of(module)
+    _check_heads(config, key.shape[2])
+    if rule is not None and rule.window is not None:
+        sliding_window = min(rule.window, sliding_window or rule.window)
     if sliding_window is None and layer is not None:
-        check_no_window(module.config, layer)
-    pattern = layer_pattern(module.config, layer, sliding_window, is_causal=is_causal)
+        check_no_window(config, layer)
+    pattern = layer_pattern(config, layer, sliding_window, is_causal=is_causal)
+    mask = None if rule is None else rule.documents
+    if rule is not None and rule.prefix is not None:
+        if bounded is not None:
+            raise NotImplementedError(
+                "a BoundedCache is for causal attention, and the mask has a prefix that sees itself: use the model's "
+                "own cache"
+            )
+        return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout), None
     if bounded is not None:
         cache, cached_layer = bounded
         out = cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
         return out, None
-    if not is_causal and num_queries != num_columns:
+    if not is_causal and query.shape[1] != num_columns:
         raise NotImplementedError(
-            f"attention that is not causal is of a sequence to itself, got {num_queries} queries and {num_columns} "
+            f"attention that is not causal is of a sequence to itself, got {query.shape[1]} queries and {num_columns} "
             f'keys in {type(module).__name__}: use "sdpa" for this model'
         )
     order = cu_seqlens = None
@@ -152,15 +163,15 @@ def dilated_attention_forward(
             check_equal_boundaries("cu_seq_lens_q and cu_seq_lens_k", cu_seq_lens_q, cu_seq_lens_k)
         cu_seqlens = _given_documents(cu_seq_lens_q, query, num_columns, mask)
     elif mask is not None:
-        if num_queries != num_columns:
+        if query.shape[1] != num_columns:
             return attend_cached(query, key, value, mask, pattern, scaling, dropout), None
         order = _padding_last(mask)
         if order is not None:
             query, key, value = (_rows(tensor, order) for tensor in (query, key, value))
             mask = mask.gather(1, order)
-        assert attention_mask is not None
-        cu_seqlens = _boundaries(mask, is_packed=is_packed_seal(attention_mask))
-    elif layer == 0 and position_ids is not None and num_queries == num_columns:
+        assert rule is not None
+        cu_seqlens = _boundaries(mask, is_packed=rule.is_packed)
+    elif layer == 0 and position_ids is not None and query.shape[1] == num_columns:
         # Once for all layers, as it synchronises.
         _check_not_packed(position_ids)
     if cu_seqlens is None:
@@ -171,7 +182,7 @@ def dilated_attention_forward(
             pattern,
             is_causal=is_causal,
             scale=scaling,
-            query_offset=int(num_columns - num_queries),  # sizes are tensors under torch.jit.trace
+            query_offset=int(num_columns - query.shape[1]),  # sizes are tensors under torch.jit.trace
             dropout_p=dropout,
             heads_first=False,
         ), None
@@ -213,47 +224,65 @@ def _check_heads(config: Any, num_kv_heads: int) -> None:
         )
 
 
-def _checked_mask(attention_mask: Tensor) -> Tensor | None:
-    """The documents ``[B, columns]`` of a mask from :func:`documents_mask`; None if every row is one document."""
-    if not is_seal(attention_mask):
-        raise NotImplementedError(
-            'with attn_implementation="dilated" attention_mask has the shape [batch, tokens], 1 for a real token: a '
-            f"mask of its own for every pair of tokens is not honoured, got {attention_mask.dtype} of shape "
-            f"{tuple(attention_mask.shape)}; put visibility into the pattern"
-        )
-    return unseal(attention_mask)
-
-
-@constant_of_graph
-def _is_cross_attention(kind: type[nn.Module], is_decoder: bool | None, is_causal: bool) -> bool:
-    """Whether the keys belong to another sequence; transformers does not say, so class names decide."""
-    if is_causal:
-        return False
-    if "Cross" in kind.__name__:
-        return True
-    takes_others = {"key_value_states", "encoder_hidden_states", "key"} & set(
-        inspect.signature(kind.forward).parameters
-    )
-    if takes_others and is_decoder is None:
-        raise NotImplementedError(
-            f"{kind.__name__} may attend to another sequence and does not say whether it does: use "
-            '"sdpa" for this model'
-        )
-    return bool(takes_others and is_decoder)
-
-
 def _plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
 ) -> Tensor:
-    """Dense attention of every query to every key that is not padding; layouts as :func:`attend`."""
-    seen = None
-    if mask is not None:
-        seen = (mask >= 0)[:, None, None]
+    """Dense attention of every query to every key that the mask does not hide; layouts as :func:`attend`."""
+    if mask is not None and is_seal(mask):
+        documents = unseal(mask)
+        mask = None if documents is None else (documents >= 0)[:, None, None]
+    elif mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out = functional.scaled_dot_product_attention(
-        query, key, value, seen, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out.transpose(1, 2).contiguous()
+
+
+def _attend_prefix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    prefix: Tensor,
+    pattern: Pattern,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of a causal sequence of which the first tokens see each other both ways, ``[B, N, H, D]``.
+
+    Args:
+        prefix: int64 ``[B]``, the column behind the last token of the prefix.
+    """
+    num_rows, num_columns = query.shape[:2]
+    real = query.new_ones(num_rows, num_columns, dtype=torch.bool) if documents is None else documents >= 0
+    real = real.expand(num_rows, -1)
+    out = torch.zeros_like(query)
+    for row, (columns, end) in enumerate(zip(real, prefix.expand(num_rows).tolist(), strict=True)):
+        own = columns.nonzero().squeeze(1)
+        first = int(columns[:end].sum())
+        q, k, v = (tensor[row : row + 1, own] for tensor in (query, key, value))
+        parts = [
+            attend(
+                q[:, part],
+                k[:, seen],
+                v[:, seen],
+                pattern,
+                is_causal=is_causal,
+                scale=scaling,
+                query_offset=part.start,
+                dropout_p=dropout,
+                heads_first=False,
+            )
+            for part, seen, is_causal in (
+                (slice(0, first), slice(0, first), False),
+                (slice(first, len(own)), slice(0, len(own)), True),
+            )
+            if part.stop > part.start
+        ]
+        out[row, own] = torch.cat(parts, dim=1)[0]
+    return out
 
 
 def _given_documents(cu_seq_lens_q: Tensor, query: Tensor, num_columns: int, mask: Tensor | None) -> Tensor:

@@ -29,6 +29,12 @@ _WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 _BY_SDPA = "_is_causal_as_by_sdpa"
 """Attribute of a layer: whether its model supports "sdpa", which without a mask follows the layer's is_causal."""
 
+_OF_ANOTHER = "_keys_are_of_another"
+"""Attribute of a layer that may attend to another sequence: whether its present call does."""
+
+_SOURCES = frozenset({"key_value_states", "encoder_hidden_states", "key"})
+"""Arguments with the sequence of the keys: None, or that of the queries, for a layer's own sequence."""
+
 _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
 """Functions that only attention calls."""
 
@@ -79,6 +85,9 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_atten
         if _PROOF not in vars(module):
             setattr(module, _PROOF, False)
             module.register_forward_hook(functools.partial(_check_attended, name, config))
+            others = _sources(type(module))
+            if others:
+                module.register_forward_pre_hook(functools.partial(_note_source, name, others), with_kwargs=True)
 
 
 def check_is_in_no_part(model: PreTrainedModel, configs: Sequence[Any]) -> None:
@@ -141,6 +150,16 @@ def is_causal_without_mask(layer: nn.Module) -> bool:
     return is_causal
 
 
+def keys_are_of_another(layer: nn.Module) -> bool:
+    """Whether the keys of a layer's present call belong to another sequence, as those of cross-attention do."""
+    return "Cross" in type(layer).__name__ or getattr(layer, _OF_ANOTHER, False)
+
+
+def layer_of(module: nn.Module) -> tuple[Any, int | None]:
+    """Configuration and index of an attention layer."""
+    return module.config, getattr(module, "layer_idx", None)
+
+
 def watch(model: PreTrainedModel) -> None:
     """Schedule the check of a model before its first call under a pattern, as it may still be incomplete now."""
     _WATCHED.add(model)
@@ -183,6 +202,35 @@ def _check_attended(name: str, config: Any, module: nn.Module, args: Any, output
         f'{type(module).__name__} ("{name}") did not come to the attention under the pattern and computed attention '
         'itself: one of its options keeps it from transformers\' attention interface; use "sdpa" or "eager" for it'
     )
+
+
+@functools.cache
+def _sources(kind: type[nn.Module]) -> tuple[tuple[str, int], ...]:
+    """The arguments of a layer that bring keys of another sequence, with their positions."""
+    names = list(inspect.signature(kind.forward).parameters)[1:]
+    return tuple((name, at) for at, name in enumerate(names) if name in _SOURCES)
+
+
+def _note_source(path: str, sources: tuple[tuple[str, int], ...], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Note whether a layer's present call brings keys of another sequence.
+
+    Raises:
+        NotImplementedError: they have as many rows as the queries and may be of the same sequence.
+    """
+    rows = args[0] if args else next(iter(kwargs.values()))
+    is_of_another = False
+    for name, at in sources:
+        given = kwargs.get(name, args[at] if at < len(args) else None)
+        if given is None or given is rows:
+            continue
+        is_named = any(word in path.rpartition("layers.")[2].casefold() for word in ("cross", "encoder"))
+        if not is_named and getattr(module, "is_decoder", None) is None and given.shape[1] == rows.shape[1]:
+            raise NotImplementedError(
+                f'{type(module).__name__} ("{path}") got {name} of as many rows as it has queries, which may be of '
+                'another sequence or of its own: use "sdpa" for this model'
+            )
+        is_of_another = True
+    setattr(module, _OF_ANOTHER, is_of_another)
 
 
 def _parts(model: nn.Module, configs: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any, bool]]:
