@@ -1,6 +1,7 @@
 """What a model must give under a pattern, by dense attention of a dozen lines that shares nothing with the engine.
 
-``attn_implementation="dense counts"`` is one softmax over ``scale q.k + mask + log c``; the counts c come from the
+``attn_implementation="dense counts"`` is one softmax over ``scale q.k + mask + log c``, with the model's cap, bias and
+sinks; the counts c come from the
 definition of a dilated pattern, pair by pair. What the mask forbids stays forbidden, and a mask with a window of its
 own takes no counts.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -58,6 +60,9 @@ def dense_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' attention functions: ``[B, H, N, D]`` in, ``[B, N, H, D]`` out."""
@@ -65,6 +70,10 @@ def dense_attention(
     num_kv_heads = key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
     seen = torch.ones(1, 1, length, columns, dtype=torch.bool)
     if attention_mask is not None:
         mask = attention_mask[..., :columns]
@@ -83,6 +92,9 @@ def dense_attention(
         if (num_kv_heads, length) not in _COUNTS:
             _COUNTS[num_kv_heads, length] = counts(num_kv_heads, length)
         scores = scores + _COUNTS[num_kv_heads, length].log().repeat_interleave(groups, dim=0).to(scores.dtype)
+    if s_aux is not None:  # a key of value 0 that every query sees
+        sinks = s_aux.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores, value = torch.cat([scores, sinks], dim=3), functional.pad(value, (0, 0, 0, 1))
     out = scores.softmax(dim=-1) @ value
     return out.transpose(1, 2).contiguous(), None
 

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.models.longnet import check_equal_boundaries
-from dilated_attention_pytorch.ops import attend
-from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.ops import Scores, attend
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.precision import cast_by_autocast
 from dilated_attention_pytorch.tracing import require
 
 from .bounded import cache_of
 from .cached import attend_cached
 from .config import check_no_window, layer_pattern
+from .distances import is_without_bias
 from .documents import is_causal_seal, is_seal, is_unread, unseal
 from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended
 from .visibility import visibility_of
@@ -63,10 +64,7 @@ _PASSED_BY = frozenset(
 to compute attention. transformers has no list of them; a test compares this one with its sources."""
 
 _REFUSED = {
-    "softcap": "capped scores cap * tanh(s / cap), as in Gemma 2, are not computed",
-    "position_bias": "learned biases of the scores, as in T5, are not computed",
-    "s_aux": "attention sinks, as in gpt-oss, are not computed",
-    "sinks": "attention sinks, as in Inkling 2, are not computed",
+    "sinks": "attention sinks that differ between queries, as in Inkling 2, are not computed",
     "block_indices": "keys are chosen by content, as in MiniMax M3, and a pattern goes by positions",
     "indices": "keys are chosen by content, as in DeepSeek V3.2, and a pattern goes by positions",
     "cache": "paged caches of continuous batching hold no sequence of rows",
@@ -89,6 +87,9 @@ def dilated_attention_forward(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention under the layer's pattern, with the signature of transformers' attention functions.
@@ -96,7 +97,7 @@ def dilated_attention_forward(
     Args:
         module: the attention layer; its configuration holds the pattern.
         query: ``[B, H, N, D]``.
-        key, value: ``[B, G, M, D]``, cached and new rows.
+        key, value: ``[B, G, M, D]``, ``[B, G, M, Dv]``, cached and new rows.
         attention_mask: from :func:`documents_mask`, or of every pair, see :func:`visibility_of`.
         dropout: probability of dropping a merged probability.
         scaling: scale of the scores; None = ``1 / sqrt(D)``.
@@ -104,16 +105,20 @@ def dilated_attention_forward(
         sliding_window: size of the layer's own window, in tokens.
         position_ids: ``[B, N]``, checked for packed rows that the mask does not cover.
         cu_seq_lens_q, cu_seq_lens_k: int32 boundaries of the documents of one packed row, instead of a mask.
+        softcap: cap of the scaled scores; see :class:`Scores`.
+        s_aux: ``[H]``, sinks of the heads; see :class:`Scores`.
+        position_bias: ``[H, 2 W + 1]`` by distance, from :func:`bias_by_distance`.
         options: arguments of other implementations; any that may affect attention raises.
 
     Returns:
-        ``[B, N, H, D]``, and None for the weights, which are never formed.
+        ``[B, N, H, Dv]``, and None for the weights, which are never formed.
 
     Raises:
         NotImplementedError, ValueError, TypeError: an unsupported or invalid argument; the message names it.
     """
     note_attended(module)
     _check_options(options)
+    scores = _scores(module, softcap, s_aux, position_bias)
     rule, bounded = None, cache_of(key)
     is_cross = keys_are_of_another(module) and not (attention_mask is not None and is_causal_seal(attention_mask))
     if attention_mask is not None and not is_cross:
@@ -132,7 +137,7 @@ def dilated_attention_forward(
     # A static cache has columns that are not written yet.
     key, value = key[:, :num_columns], value[:, :num_columns]
     if is_cross:
-        return _plain_attention(query, key, value, attention_mask, dropout, scaling), None
+        return _plain_attention(query, key, value, attention_mask, dropout, scaling, scores), None
     config, layer = layer_of(module)
     _check_heads(config, key.shape[2])
     if rule is not None and rule.window is not None:
@@ -147,8 +152,9 @@ def dilated_attention_forward(
                 "a BoundedCache is for causal attention, and the mask has a prefix that sees itself: use the model's "
                 "own cache"
             )
-        return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout), None
+        return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout, scores), None
     if bounded is not None:
+        _check_is_stored(scores, value.shape[3] == key.shape[3])
         cache, cached_layer = bounded
         out = cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
         return out, None
@@ -164,7 +170,7 @@ def dilated_attention_forward(
         cu_seqlens = _given_documents(cu_seq_lens_q, query, num_columns, mask)
     elif mask is not None:
         if query.shape[1] != num_columns:
-            return attend_cached(query, key, value, mask, pattern, scaling, dropout), None
+            return attend_cached(query, key, value, mask, pattern, scaling, dropout, scores), None
         order = _padding_last(mask)
         if order is not None:
             query, key, value = (_rows(tensor, order) for tensor in (query, key, value))
@@ -184,6 +190,7 @@ def dilated_attention_forward(
             scale=scaling,
             query_offset=int(num_columns - query.shape[1]),  # sizes are tensors under torch.jit.trace
             dropout_p=dropout,
+            scores=scores,
             heads_first=False,
         ), None
     flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (query, key, value)]
@@ -196,8 +203,9 @@ def dilated_attention_forward(
         scale=scaling,
         cu_seqlens=cu_seqlens,
         dropout_p=dropout,
+        scores=scores,
         heads_first=False,
-    ).view(query.shape)
+    ).unflatten(1, query.shape[:2])[0]
     return out if order is None else _rows(out, order.argsort(dim=1)), None
 
 
@@ -224,14 +232,62 @@ def _check_heads(config: Any, num_kv_heads: int) -> None:
         )
 
 
+def _scores(
+    module: nn.Module, softcap: float | None, sinks: Tensor | None, position_bias: Tensor | None
+) -> Scores | None:
+    """The terms of a call's scores; None for none."""
+    if position_bias is not None and position_bias.dim() != 2:
+        if not is_without_bias(module):
+            raise NotImplementedError(
+                f"{type(module).__name__} adds a bias of its own for every pair of queries and keys to the scores, got "
+                f"{tuple(position_bias.shape)}, and only those that go by distance, as T5's, are computed: use "
+                '"sdpa" or "eager" for this model'
+            )
+        position_bias = None
+    if softcap is None and sinks is None and position_bias is None:
+        return None
+    return Scores(softcap=softcap, sinks=sinks, distance_bias=position_bias)
+
+
+def _check_is_stored(scores: Scores | None, is_of_one_width: bool) -> None:
+    if scores is not None or not is_of_one_width:
+        raise NotImplementedError(
+            "a BoundedCache holds keys and values of one width for scores without caps, biases and sinks: use the "
+            "model's own cache"
+        )
+
+
 def _plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    scores: Scores | None,
 ) -> Tensor:
     """Dense attention of every query to every key that the mask does not hide; layouts as :func:`attend`."""
     if mask is not None and is_seal(mask):
         documents = unseal(mask)
         mask = None if documents is None else (documents >= 0)[:, None, None]
-    elif mask is not None and mask.dtype != torch.bool:
+    if scores is not None:
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
+            raise NotImplementedError(
+                f"keys of another sequence are hidden by padding where scores have caps, biases or sinks, got a mask "
+                f'of shape {tuple(mask.shape)}: use "sdpa" or "eager" for this model'
+            )
+        return attend(
+            query,
+            key,
+            value,
+            DilatedPattern([max(query.shape[1], key.shape[1])], [1]),
+            scale=scaling,
+            key_padding_mask=None if mask is None else ~mask[:, 0, 0].expand(len(key), -1),
+            dropout_p=dropout,
+            scores=scores,
+            heads_first=False,
+        )
+    if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out = functional.scaled_dot_product_attention(
@@ -249,6 +305,7 @@ def _attend_prefix(
     pattern: Pattern,
     scaling: float | None,
     dropout: float,
+    scores: Scores | None,
 ) -> Tensor:
     """Attention of a causal sequence of which the first tokens see each other both ways, ``[B, N, H, D]``.
 
@@ -258,7 +315,7 @@ def _attend_prefix(
     num_rows, num_columns = query.shape[:2]
     real = query.new_ones(num_rows, num_columns, dtype=torch.bool) if documents is None else documents >= 0
     real = real.expand(num_rows, -1)
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
     for row, (columns, end) in enumerate(zip(real, prefix.expand(num_rows).tolist(), strict=True)):
         own = columns.nonzero().squeeze(1)
         first = int(columns[:end].sum())
@@ -273,6 +330,7 @@ def _attend_prefix(
                 scale=scaling,
                 query_offset=part.start,
                 dropout_p=dropout,
+                scores=scores,
                 heads_first=False,
             )
             for part, seen, is_causal in (

@@ -15,6 +15,7 @@ from torch import nn
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .config import NAME
+from .distances import take_biases_by_distance
 from .names import methods_of, names_of
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_atten
         if _PROOF not in vars(module):
             setattr(module, _PROOF, False)
             module.register_forward_hook(functools.partial(_check_attended, name, config))
-            others = _sources(type(module))
+            take_biases_by_distance(module)
+            kind: Any = type(module)
+            others = _sources(kind)
             if others:
                 module.register_forward_pre_hook(functools.partial(_note_source, name, others), with_kwargs=True)
 
