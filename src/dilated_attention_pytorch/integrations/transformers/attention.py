@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .config import check_no_window, layer_pattern
 from .distances import is_without_bias
 from .documents import is_causal_seal, is_seal, is_unread, unseal
 from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended
-from .visibility import visibility_of
+from .visibility import Visibility, both, visibility_of
 
 _PASSED_BY = frozenset(
     {
@@ -119,7 +120,7 @@ def dilated_attention_forward(
     note_attended(module)
     _check_options(options)
     scores = _scores(module, softcap, s_aux, position_bias)
-    rule, bounded = None, cache_of(key)
+    rule = None
     is_cross = keys_are_of_another(module) and not (attention_mask is not None and is_causal_seal(attention_mask))
     if attention_mask is not None and not is_cross:
         rule = visibility_of(attention_mask, query.shape[2], type(module).__name__)
@@ -127,7 +128,82 @@ def dilated_attention_forward(
         is_causal = rule.is_causal
     elif is_causal is None:
         is_causal = is_causal_without_mask(module)
-    num_columns = key.shape[2] if attention_mask is None else attention_mask.shape[3]
+    if is_cross:
+        return _plain_attention(query, key, value, attention_mask, dropout, scaling, scores), None
+    if cu_seq_lens_k is not None and cu_seq_lens_q is not None and layer_of(module)[1] in (None, 0):
+        # Once for all layers, as it synchronises.
+        check_equal_boundaries("cu_seq_lens_q and cu_seq_lens_k", cu_seq_lens_q, cu_seq_lens_k)
+    return _attend(
+        module,
+        query,
+        key,
+        value,
+        rule,
+        scaling,
+        dropout,
+        scores,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        position_ids=position_ids,
+        boundaries=cu_seq_lens_q,
+    ), None
+
+
+def attend_written_out(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Sequence[Tensor],
+    slopes: Tensor | None,
+    dropout: float,
+    scaling: float,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """The attention of a module that computes its own, see :func:`write_under_pattern`; shapes as above.
+
+    Without a mask a module's queries see every key, whatever the module says of itself.
+    """
+    note_attended(module)
+    scores = None if slopes is None else Scores(slopes=slopes)
+    user = type(module).__name__
+    if keys_are_of_another(module):
+        if len(masks) > 1:
+            raise NotImplementedError(
+                f'{user} has two masks for another sequence: use "sdpa" or "eager" for this model'
+            )
+        return _plain_attention(query, key, value, masks[0] if masks else None, dropout, scaling, scores)
+    rule = None
+    for mask in masks:
+        rule = both(rule, visibility_of(mask, query.shape[2], user), user)
+    is_causal = is_causal or query.shape[2] == 1 if rule is None else rule.is_causal
+    config, layer = layer_of(module)
+    kinds = getattr(config, "attention_layers", None)  # GPT-Neo's, which has a window in every other layer
+    window = config.window_size if kinds is not None and layer is not None and kinds[layer] == "local" else None
+    return _attend(
+        module, query, key, value, rule, scaling, dropout, scores, is_causal=is_causal, sliding_window=window
+    )
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: Visibility | None,
+    scaling: float | None,
+    dropout: float,
+    scores: Scores | None,
+    *,
+    is_causal: bool,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    boundaries: Tensor | None = None,
+) -> Tensor:
+    """Attention of a sequence to itself, under the pattern of the layer and the rule of its mask."""
+    bounded = cache_of(key)
+    num_columns = key.shape[2] if rule is None else rule.num_columns
     if key.shape[2] < num_columns and bounded is None:
         raise NotImplementedError(
             f"{type(module).__name__} passed {key.shape[2]} keys with a mask of {num_columns} columns, so which of "
@@ -136,8 +212,6 @@ def dilated_attention_forward(
     query, key, value = cast_by_autocast(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
     # A static cache has columns that are not written yet.
     key, value = key[:, :num_columns], value[:, :num_columns]
-    if is_cross:
-        return _plain_attention(query, key, value, attention_mask, dropout, scaling, scores), None
     config, layer = layer_of(module)
     _check_heads(config, key.shape[2])
     if rule is not None and rule.window is not None:
@@ -152,25 +226,23 @@ def dilated_attention_forward(
                 "a BoundedCache is for causal attention, and the mask has a prefix that sees itself: use the model's "
                 "own cache"
             )
-        return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout, scores), None
+        return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout, scores)
     if bounded is not None:
         _check_is_stored(scores, value.shape[3] == key.shape[3])
         cache, cached_layer = bounded
-        out = cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
-        return out, None
+        return cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
     if not is_causal and query.shape[1] != num_columns:
         raise NotImplementedError(
             f"attention that is not causal is of a sequence to itself, got {query.shape[1]} queries and {num_columns} "
             f'keys in {type(module).__name__}: use "sdpa" for this model'
         )
     order = cu_seqlens = None
-    if cu_seq_lens_q is not None:
-        if layer in (None, 0) and cu_seq_lens_k is not None:  # once for all layers, as it synchronises
-            check_equal_boundaries("cu_seq_lens_q and cu_seq_lens_k", cu_seq_lens_q, cu_seq_lens_k)
-        cu_seqlens = _given_documents(cu_seq_lens_q, query, num_columns, mask)
+    if boundaries is not None:
+        cu_seqlens = _given_documents(boundaries, query, num_columns, mask)
     elif mask is not None:
         if query.shape[1] != num_columns:
-            return attend_cached(query, key, value, mask, pattern, scaling, dropout, scores), None
+            return attend_cached(query, key, value, mask, pattern, scaling, dropout, scores)
+        mask = mask.expand(len(query), -1)
         order = _padding_last(mask)
         if order is not None:
             query, key, value = (_rows(tensor, order) for tensor in (query, key, value))
@@ -192,7 +264,7 @@ def dilated_attention_forward(
             dropout_p=dropout,
             scores=scores,
             heads_first=False,
-        ), None
+        )
     flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (query, key, value)]
     out = attend(
         flat[0],
@@ -206,7 +278,7 @@ def dilated_attention_forward(
         scores=scores,
         heads_first=False,
     ).unflatten(1, query.shape[:2])[0]
-    return out if order is None else _rows(out, order.argsort(dim=1)), None
+    return out if order is None else _rows(out, order.argsort(dim=1))
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -266,7 +338,10 @@ def _plain_attention(
     scaling: float | None,
     scores: Scores | None,
 ) -> Tensor:
-    """Dense attention of every query to every key that the mask does not hide; layouts as :func:`attend`."""
+    """Dense attention of every query to every key that the mask does not hide; shapes of the attention function."""
+    if mask is not None:
+        key, value = key[:, :, : mask.shape[3]], value[:, :, : mask.shape[3]]
+    query, key, value = cast_by_autocast(query, key, value)
     if mask is not None and is_seal(mask):
         documents = unseal(mask)
         mask = None if documents is None else (documents >= 0)[:, None, None]
@@ -277,10 +352,8 @@ def _plain_attention(
                 f'of shape {tuple(mask.shape)}: use "sdpa" or "eager" for this model'
             )
         return attend(
-            query,
-            key,
-            value,
-            DilatedPattern([max(query.shape[1], key.shape[1])], [1]),
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            DilatedPattern([max(query.shape[2], key.shape[2])], [1]),
             scale=scaling,
             key_padding_mask=None if mask is None else ~mask[:, 0, 0].expand(len(key), -1),
             dropout_p=dropout,
@@ -289,7 +362,6 @@ def _plain_attention(
         )
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out = functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )

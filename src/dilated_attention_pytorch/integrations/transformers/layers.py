@@ -16,7 +16,9 @@ from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .config import NAME
 from .distances import take_biases_by_distance
+from .mask import gives_mask_of_pairs
 from .names import methods_of, names_of
+from .written_out import OWN_LAYER, write_under_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,22 +42,26 @@ _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "mu
 """Functions that only attention calls."""
 
 
-def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_attention: bool) -> None:
+def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_attention: bool) -> list[Any]:
     """Find the attention layers of the model parts that have one of these configurations.
 
-    Afterwards each layer raises if its first call does not reach the registered attention function.
+    Afterwards each layer raises if its first call does not reach the registered attention function. A layer that
+    computes attention itself is made to reach it, see :func:`write_under_pattern`.
 
     Args:
         model: a transformers model.
         configs: configurations, compared by identity.
         is_all_attention: whether they cover all attention of the model, so that at least one layer must be found.
 
+    Returns:
+        the configurations of layers that compute attention themselves.
+
     Raises:
-        NotImplementedError: a layer computes attention itself, or no layer uses transformers' attention interface.
+        NotImplementedError: a layer is PyTorch's own, or no layer computes attention.
     """
     from transformers import PreTrainedModel
 
-    layers, rest = [], ""
+    layers, written, rest = [], [], ""
     for name, module, config, is_apart in _parts(model, configs):
         kind: Any = type(module)
         if isinstance(module, PreTrainedModel):
@@ -66,31 +72,51 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_atten
             _check_is_of_one_sequence(model, name, module)
             layers.append((name, module, config))
         if not is_layer and not is_apart and _computes_attention(kind):
-            raise NotImplementedError(
-                f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
-                f'its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use "sdpa" or '
-                '"eager" for this model, without a pattern'
-            )
+            if issubclass(kind, nn.MultiheadAttention):
+                raise NotImplementedError(
+                    f"{type(model).__name__} does not use transformers' attention interface, through which a layer "
+                    f'gets its pattern, in every layer: {kind.__name__} ("{name}") is PyTorch\'s own. Replace it by '
+                    'replace_attention, or use "sdpa" or "eager" for this model, without a pattern'
+                )
+            written.append((name, module, config))
         _check_reads_no_mask(model, name, module)
-        if not is_layer and not is_apart and _is_named_attention(kind):
+        if not is_layer and not is_apart and not _computes_attention(kind) and _is_named_attention(kind):
             rest = rest or f': {kind.__name__} ("{name}") is something else'
-    if not layers and is_all_attention:
+    if not layers and not written and is_all_attention:
         check_is_in_no_part(model, configs)
-    if not layers and (is_all_attention or rest):
+    if not layers and not written and (is_all_attention or rest):
         raise NotImplementedError(
             f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
             f'pattern{rest}. Use "sdpa" or "eager" for this model, without a pattern'
         )
     for name, module, config in layers:
         setattr(module, _BY_SDPA, model._supports_sdpa)
-        if _PROOF not in vars(module):
-            setattr(module, _PROOF, False)
-            module.register_forward_hook(functools.partial(_check_attended, name, config))
-            take_biases_by_distance(module)
-            kind: Any = type(module)
-            others = _sources(kind)
-            if others:
-                module.register_forward_pre_hook(functools.partial(_note_source, name, others), with_kwargs=True)
+        take_biases_by_distance(module)
+        _prove(name, module, config)
+    for name, module, config in written:
+        if not hasattr(module, OWN_LAYER):
+            setattr(module, OWN_LAYER, (config, _index_of(name)))
+            write_under_pattern(module)
+        _prove(name, module, config)
+    return [config for _, _, config in written]
+
+
+def _prove(name: str, module: nn.Module, config: Any) -> None:
+    """Check the calls of a layer from now on."""
+    if _PROOF in vars(module):
+        return
+    setattr(module, _PROOF, False)
+    module.register_forward_hook(functools.partial(_check_attended, name, config))
+    kind: Any = type(module)
+    others = _sources(kind)
+    if others:
+        module.register_forward_pre_hook(functools.partial(_note_source, name, others), with_kwargs=True)
+
+
+def _index_of(name: str) -> int | None:
+    """The number in a module's name, which is its layer's; None for none, or for several."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def check_is_in_no_part(model: PreTrainedModel, configs: Sequence[Any]) -> None:
@@ -160,7 +186,8 @@ def keys_are_of_another(layer: nn.Module) -> bool:
 
 def layer_of(module: nn.Module) -> tuple[Any, int | None]:
     """Configuration and index of an attention layer."""
-    return module.config, getattr(module, "layer_idx", None)
+    own: tuple[Any, int | None] | None = getattr(module, OWN_LAYER, None)
+    return (module.config, getattr(module, "layer_idx", None)) if own is None else own
 
 
 def watch(model: PreTrainedModel) -> None:
@@ -283,7 +310,7 @@ def _check_is_of_one_sequence(model: nn.Module, name: str, layer: nn.Module) -> 
 def _check_reads_no_mask(model: nn.Module, name: str, module: nn.Module) -> None:
     """Raise for modules that use the mask otherwise, such as convolutions that skip padding."""
     kind: Any = type(module)
-    if _reads_mask(kind):
+    if _reads_mask(kind) and not gives_mask_of_pairs(model.config):
         raise NotImplementedError(
             f'{type(model).__name__} reads the values of its attention mask in {kind.__name__} ("{name}"), and '
             'with attn_implementation="dilated" it has none for pairs of tokens: use "sdpa" or "eager" for this model, '
