@@ -208,6 +208,8 @@ def _is_for_onnx() -> bool:
 def implementation_of(impl: str, query: Tensor, value: Tensor, pattern: Pattern) -> str:
     """The name of the implementation that computes a call, cached where the answer is constant.
 
+    It is chosen for the wider of keys and values.
+
     Raises:
         ValueError, NotImplementedError: as :func:`select`.
     """
