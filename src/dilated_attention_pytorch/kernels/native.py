@@ -90,7 +90,10 @@ def is_written_once(partial: AnyPartial) -> bool:
 
 
 class Terms(NamedTuple):
-    """Terms of the scores besides the products: ``cap(scale q.k) + line[h, origin + j - i] + key_bias[j]``."""
+    """Terms of the scores besides the products: ``cap(scale q.k) + line[h, origin + j - i] + key_bias[j]``.
+
+    The fields are arguments of the kernels, in the order of ``csrc/library.cpp``.
+    """
 
     softcap: float = 0.0
     """``cap(x) = softcap * tanh(x / softcap)``; 0 for no cap."""
@@ -162,7 +165,7 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
         geometry = ([*numbers[:-1], 1], heads, axes, None, None, operands.seen_rows.reshape(-1), ends)
     origins = [*of_out, *(_origin_of_remote(partial) if operands.is_remote else WHOLE)]
     terms = operands.terms or NO_TERMS
-    assert terms.line is None or not operands.is_remote
+    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
     rest = (*geometry, *operands.options, None if units is None else units.gates, *terms)
     torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
@@ -199,7 +202,7 @@ def add_gradients(
     gates = None if units is None else units.gates
     of_units = None if gates is None else torch.zeros_like(gates)
     terms = operands.terms or NO_TERMS
-    assert terms.line is None or not operands.is_remote
+    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
     rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms]
     rest += of_units, grad_line, grad_key_bias
     torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)

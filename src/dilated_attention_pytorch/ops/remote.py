@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +45,9 @@ class Positions:
     query_offset: int
     """Position of row 0 of the query tensor; row i has position ``query_offset + i``."""
     key_positions: Tensor
-    """int64 ``[rows, heads]``"""
+    """int64 ``[rows, heads]`` or ``[B, rows, heads]``"""
+    query_step: int = 1
+    """Positions from one query row to the next."""
 
 
 def block_view(tensor: Tensor, block: Block) -> Tensor:
@@ -93,7 +96,12 @@ def work_of(
     if dropout is not None:
         masks = replace(masks, seed=dropout.seed, dropout_p=dropout.probability)
     if positions is not None:
-        masks = replace(masks, query_offset=positions.query_offset, key_positions=positions.key_positions)
+        masks = replace(
+            masks,
+            query_offset=positions.query_offset,
+            key_positions=positions.key_positions,
+            query_step=positions.query_step,
+        )
     tensors = query, keys.key, keys.value
     seen = keys.seen_rows
     return Work((partial,), *tensors, ratio, scale, impl, masks, is_remote=True, seen_rows=seen, terms=terms)
@@ -122,21 +130,41 @@ def add_key_gradients(
 
 
 def merge_rows(
-    query: Tensor, keys: RemoteKeys, out: Tensor, lse: Tensor, *, scale: float, impl: Implementation
+    query: Tensor,
+    keys: RemoteKeys,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    impl: Implementation,
+    positions: Positions | None = None,
+    terms: ScoreTerms | None = None,
 ) -> None:
     """Merge the attention of rows ``[B, N, G, H / G, D]`` to the keys ``[B, M, G, D]`` into ``out`` and ``lse``.
 
-    Query heads are grouped by key/value head; the stride between groups is arbitrary.
+    Query heads are grouped by key/value head; the stride between groups is arbitrary. With a bias by distance,
+    ``positions`` are given, and heads are counted among those of ``query``.
     """
+    bias_at = None if terms is None else terms.bias_at
     tensors, (num_rows, heads, ratio) = (query, out, lse), query.shape[1:4]
-    if num_rows == 1:
+    if num_rows == 1 and bias_at is None:
         # The query heads of a key/value head become rows, so that its keys are read once for all of them.
         parts = [[x[:, 0].transpose(1, 2) for x in tensors]]
     elif all(x.stride(2) == ratio * x.stride(3) for x in tensors):
         parts = [[x.flatten(2, 3) for x in tensors]]
     else:
         parts = [[x.select(3, index) for x in tensors] for index in range(ratio)]
-    for rows, into, log in parts:
+    for index, (rows, into, log) in enumerate(parts):
+        if terms is not None and bias_at is not None and len(parts) > 1:
+            terms = replace(terms, bias_at=_of_every(bias_at, ratio, index))
         block = Block(0, rows.shape[1], 1, 0, heads, 0)
-        work = work_of(rows, block, keys, ratio=rows.shape[2] // heads, scale=scale, impl=impl)
+        of_rows = rows.shape[2] // heads
+        work = work_of(rows, block, keys, ratio=of_rows, scale=scale, impl=impl, positions=positions, terms=terms)
         merge_keys(work, into, log)
+
+
+def _of_every(
+    bias_at: Callable[[Tensor, Tensor], Tensor], ratio: int, index: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The bias where head g stands for head ``g * ratio + index``."""
+    return lambda heads, distances: bias_at(heads * ratio + index, distances)

@@ -112,6 +112,21 @@ class Scores:
         """The tensors, which may have gradients."""
         return self.sinks, self.slopes, self.distance_bias, self.key_bias
 
+    @property
+    def is_by_distance(self) -> bool:
+        """Whether there is a bias by distance."""
+        return self.slopes is not None or self.distance_bias is not None
+
+    def bias_at(self, heads: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias by distance of query heads and distances t - p, int64 of shapes that broadcast, in ``dtype``."""
+        bias = torch.zeros((), dtype=dtype, device=distances.device)
+        if self.slopes is not None:
+            bias = -self.slopes.to(dtype)[heads] * distances.abs()
+        if self.distance_bias is not None:
+            most = self.distance_bias.shape[1] // 2
+            bias = bias + self.distance_bias.to(dtype)[heads, distances.clamp(-most, most) + most]
+        return bias
+
     def for_heads(self, heads: Sequence[int]) -> Scores:
         """The terms of some query heads; without the bias of keys."""
         index = list(heads)
@@ -164,16 +179,12 @@ def by_distance(
     scores: Scores, first: int | Tensor, count: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """Biases ``[H, count]`` of the distances t - p from ``first`` on; None without any."""
-    if scores.slopes is None and scores.distance_bias is None:
+    if not scores.is_by_distance:
         return None
-    distance = torch.arange(count, device=device) + first
-    parts = []
-    if scores.slopes is not None:
-        parts.append(-scores.slopes.to(dtype).unsqueeze(1) * distance.abs())
-    if scores.distance_bias is not None:
-        most = scores.distance_bias.shape[1] // 2
-        parts.append(scores.distance_bias.to(dtype)[:, distance.clamp(-most, most) + most])
-    return parts[0] + parts[1] if len(parts) == 2 else parts[0].contiguous()
+    some = scores.distance_bias if scores.slopes is None else scores.slopes
+    assert some is not None
+    heads = torch.arange(some.shape[0], device=device).unsqueeze(1)
+    return scores.bias_at(heads, torch.arange(count, device=device) + first, dtype)
 
 
 def check_scores(call: Call, scores: Scores) -> None:

@@ -107,7 +107,7 @@ def attend_blocks(
     for watch in WATCHERS:
         watch(call)
     query, key, value = cast_by_autocast(query, key, value)
-    chosen = IMPLEMENTATIONS[_chosen(impl, query, block_size)]
+    chosen = IMPLEMENTATIONS[_chosen(impl, query, value, block_size)]
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     query, scale = with_positive_scale(query, scale)
     call = call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
@@ -115,11 +115,11 @@ def attend_blocks(
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 
-def _chosen(impl: Impl, query: Tensor, block_size: int) -> str:
+def _chosen(impl: Impl, query: Tensor, value: Tensor, block_size: int) -> str:
     asked = default_of(impl)
     if asked not in _IMPLS:
         raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {asked!r}")
     if asked == "aten" or (asked == "auto" and block_size < _LEAST_NATIVE_BLOCK):
         return "aten"
-    chosen = select(asked, query.device, query.dtype, query.shape[-1])
+    chosen = select(asked, query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
     return chosen if chosen == "native" else "aten"
