@@ -100,6 +100,8 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     softcap: float = 0.0
     """Cap of the scaled scores; 0 = none."""
+    has_fixed_bias: bool = False
+    """Whether ``distance_bias`` needs no gradient; one of zeros is then as good."""
     impl: Any = "auto"
     """A name; once chosen, an :class:`Implementation`."""
     sinks: Tensor | None = None
@@ -158,7 +160,7 @@ SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? log_gates, Tensor? distance_bias, Tensor? key_bias, "
     "Tensor? blocks, Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? dropout_seed, str pattern, "
     "SymInt[] block_sizes, bool is_causal, float scale, SymInt query_offset, SymInt key_offset, float dropout_p, "
-    "float softcap, str impl"
+    "float softcap, bool has_fixed_bias, str impl"
 )
 """The fields of :class:`Call`, less the last two, as arguments of an operator."""
 NUM_TENSORS = 10

@@ -53,7 +53,8 @@ class Device(Implementation):
 
         # The kernels read out and lse as they write them, contiguous; rows of a longer call are not contiguous.
         results = out.contiguous(), lse.contiguous(), contiguous_rows(grad_out), grad_lse
-        return tuple(grad for grad in launch.backward(_problem(call), *results) if grad is not None)
+        grads = launch.backward(_problem(call), *results, needs_distance_bias=not call.has_fixed_bias)
+        return tuple(grad for grad in grads if grad is not None)
 
     def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
         """See :meth:`.Implementation.kernel`."""

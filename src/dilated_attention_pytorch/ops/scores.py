@@ -153,8 +153,11 @@ def with_scores(call: Call, scores: Scores) -> Call:
         # A score would be rounded to the digits of a large bias: it is taken relative to that of the nearest key.
         shift = distance_bias[:, 0 if first > 0 else -1].detach()
         distance_bias = distance_bias - shift.unsqueeze(1)
+    # Where graphs are captured or transformed, requires_grad does not say whether a gradient is needed.
+    is_eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     return call._replace(
         distance_bias=distance_bias,
+        has_fixed_bias=is_eager and distance_bias is not None and not distance_bias.requires_grad,
         key_bias=key_bias,
         softcap=0.0 if scores.softcap is None else float(scores.softcap),
         sinks=scores.sinks,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch import DilatedPattern, attend_with_lse
+from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse
 from dilated_attention_pytorch.kernels.select import Impl, is_interpreted
 from dilated_attention_pytorch.kernels.triton import configurations, launch
 from dilated_attention_pytorch.kernels.triton.terms import tanh
@@ -146,6 +146,33 @@ def test_deterministic_algorithms_refuse_the_gradient_of_a_bias_by_distance_on_a
             launch._check_determinism(gpu)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_bias_that_is_not_trained_is_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("atomic additions")
+
+    operands, scores = call(9, softcap=None, distance_bias=None, key_bias=None)
+    assert scores.slopes is not None
+    expected = results(operands, scores, "triton")
+    monkeypatch.setattr(launch, "_check_determinism", refuse)
+    found = results(operands, Scores(slopes=scores.slopes.detach()), "triton")
+    assert all(torch.equal(got, want) for got, want in zip(found, expected[:-1], strict=True))
+    with pytest.raises(RuntimeError, match="atomic additions"):
+        results(operands, scores, "triton")
+
+
+def test_a_bias_is_trained_under_a_transform() -> None:
+    operands, scores = call(9)
+    assert scores.slopes is not None
+
+    def loss(slopes: Tensor) -> Tensor:
+        return attend(*operands, PATTERN, scores=Scores(slopes=slopes), impl="triton").sin().sum()
+
+    want = torch.autograd.grad(loss(scores.slopes), scores.slopes)[0]
+    found = torch.func.grad(loss)(scores.slopes.detach())
+    torch.testing.assert_close(found, want)
+    assert want.abs().min() > 0
 
 
 def test_values_that_are_too_wide_are_refused_by_name() -> None:

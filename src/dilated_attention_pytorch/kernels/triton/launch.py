@@ -35,7 +35,7 @@ _EVERYTHING = (DilationGroup(COVERING_LENGTH, 1),)
 
 
 class Gradients(NamedTuple):
-    """The gradients of a call's operands; None for a bias that the call has not, or whose gradient is not needed."""
+    """The gradients of a call's operands; None for a bias that the call has not."""
 
     query: Tensor
     key: Tensor
@@ -92,9 +92,9 @@ def backward(
     """Gradients from the merged ``out`` and ``lse``, contiguous, in the operands' dtypes.
 
     ``out`` and ``grad_out`` are ``[B, N, H, Dv]``, where ``out`` is contiguous and ``grad_out`` has contiguous rows;
-    ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32. The gradient of the bias by distance is added up by atomic
-    additions, unless ``needs_distance_bias`` is False: its last bits vary from run to run on a GPU. Those of the
-    others are the same in every run.
+    ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32. The gradient of the bias by distance is zeros unless
+    ``needs_distance_bias``. It is added up by atomic additions, so that its last bits vary from run to run on a GPU;
+    those of the others do not.
 
     Raises:
         NotImplementedError: positions that do not fit 32 bits, or that only the device knows.
@@ -105,15 +105,21 @@ def backward(
             "the gradient is planned with the position of the queries, and got one that lies on the device: pass "
             "query_offset as an integer"
         )
-    bias = problem.distance_bias if needs_distance_bias else None
-    if bias is not None:
-        _check_determinism(bias.device)
-    operands = (problem.query, problem.key, problem.value, bias, problem.key_bias)
+    distance_bias, key_bias = problem.distance_bias, problem.key_bias
     grads = Gradients(
-        *(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
+        _empty_like(problem.query),
+        _empty_like(problem.key),
+        _empty_like(problem.value),
+        None if distance_bias is None else torch.zeros(distance_bias.shape, device=out.device),
+        None if key_bias is None else torch.zeros(key_bias.shape, device=out.device),
     )
+    added_to = grads.distance_bias if needs_distance_bias else None
+    if added_to is not None:
+        _check_determinism(added_to.device)
     if grads.query.numel() == 0 or grads.value.numel() == 0:
-        return Gradients(*(None if x is None else x.zero_() for x in grads))
+        for grad in grads[:3]:
+            grad.zero_()
+        return grads
     plan = plan_of(problem)
     tensors, optional, of_grad_out = _tensors(problem), _optional(problem, plan.kind), _strided(grad_out)
     delta = torch.empty_like(lse)
@@ -129,10 +135,10 @@ def backward(
             walk = kernel.walk(chosen)
             tiles = order, *_runs_of(problem, kernel, walk, order)
             before, after, keywords = walk.computing
-            rows = (out, of_grad_out, lse, given, delta, grads.query, grads.distance_bias)
+            rows = (out, of_grad_out, lse, given, delta, grads.query, added_to)
             numbers = (*before, problem.query_offset, *after)
-            if grads.distance_bias is not None:
-                grads.distance_bias.zero_()  # for every launch: a timed one has added to it
+            if added_to is not None:
+                added_to.zero_()  # a launch that was timed has added to it
             query_gradient_kernel.run(*tensors, *rows, tiles, *optional, *numbers, **keywords)
 
         def launch_keys(chosen: BlockSizes) -> None:
@@ -208,6 +214,10 @@ def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 
 def _tensors(problem: Problem) -> tuple[Strided, Strided, Strided]:
     return _strided(problem.query), _strided(problem.key), _strided(problem.value)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _strided(tensor: Tensor) -> Strided:
