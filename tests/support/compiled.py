@@ -35,7 +35,9 @@ from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
 
 TYPES = {
     **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
-    **dict.fromkeys(("LSE", "GRAD_LSE", "DELTA", "GRAD_DISTANCE_BIAS", "GRAD_KEY_BIAS", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"),
+    **dict.fromkeys(
+        ("LSE", "GRAD_LSE", "DELTA", "GRAD_DISTANCE_BIAS", "GRAD_KEY_BIAS", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"
+    ),
     "TILES": ("*i32", "*i32", "*i32"),
     "PADDING": "*u8",
     "DROPOUT": ("*i64", "i32", "fp32"),

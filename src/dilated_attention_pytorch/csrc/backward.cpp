@@ -141,6 +141,7 @@ class Backward {
   void run_domains() {
     const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
     for_each_piece(p_.domains.size(), threads_, [&](const auto& next) {
+      const WithoutSubnormals normal(terms_);
       Scratch scratch(*this);
       Tiles packed(*this);
       Buffer<C> rows;
@@ -179,6 +180,7 @@ class Backward {
         for (int64_t tile; (tile = next()) >= 0;) pack_tile(domain, tiles_[first + tile], tile, packed, rows);
       });
       for_each_piece(splits_, threads_for(of_domain * tiles / num_tiles, 0.0), [&](const auto& next) {
+        const WithoutSubnormals normal(terms_);
         Scratch scratch(*this);
         for (int64_t share; (share = next()) >= 0;) {
           const int64_t begin = share * keys_of_share, end = std::min(begin + keys_of_share, p_.num_keys);

@@ -56,6 +56,7 @@ class Forward {
           }
         });
         for_each_piece(some * num_tiles, threads_for(operations * some * (end - begin), 0.0), [&](const auto& next) {
+          const WithoutSubnormals normal(terms_);
           Scratch scratch(*this);
           for (int64_t piece; (piece = next()) >= 0;) {
             // From the end: the tiles of a causal partial that see most keys come first.

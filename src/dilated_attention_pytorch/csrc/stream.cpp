@@ -42,6 +42,7 @@ class Stream {
     const int64_t of_pair = p_.head_dim + p_.value_dim;
     const double bytes = 1.0 * num_domains * most * of_pair * sizeof(T), operations = 2.0 * of_pair * p_.pairs();
     for_each_piece(groups * chunks, threads_for(operations, bytes), [&](const auto& next) {
+      const WithoutSubnormals normal(terms_);
       std::optional<Scratch> scratch;
       Few memory_of_few;
       std::vector<Keys> keys(together);

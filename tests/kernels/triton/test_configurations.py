@@ -32,7 +32,9 @@ def test_some_kernels_have_other_blocks_before_triton_3_9() -> None:
     older, newer = (candidates("forward", 64, 2, "sm_100", False, False, version) for version in ((3, 8), (3, 9)))
     assert set(newer) - set(older) == {BlockSizes(128, 64, 4, 2)}
     for target in ("sm_80", "sm_90", "gfx942"):
-        older, newer = (candidates("key_gradient", 64, 2, target, False, False, version) for version in ((3, 8), (3, 9)))
+        older, newer = (
+            candidates("key_gradient", 64, 2, target, False, False, version) for version in ((3, 8), (3, 9))
+        )
         assert older == newer
 
 

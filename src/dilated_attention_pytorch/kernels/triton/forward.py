@@ -212,7 +212,9 @@ def forward_kernel(
         if OPTIONS.ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += OPTIONS.LINE
-    if (BLOCK_D > 128 or OPTIONS.KEY_WIDTH.BLOCK_D > 128) and not (OPTIONS.CAUSAL or OPTIONS.BANDED):  # if no mask needs their positions
+    if (BLOCK_D > 128 or OPTIONS.KEY_WIDTH.BLOCK_D > 128) and not (
+        OPTIONS.CAUSAL or OPTIONS.BANDED
+    ):  # if no mask needs their positions
         # Rows are loaded again: keeping them through the loops takes registers that the loops need. The barrier keeps
         # the compiler from merging the two loads.
         tl.debug_barrier()

@@ -22,8 +22,8 @@ from .tiles import Width
 class Problem:
     """Validated operands of one call; last dimensions are contiguous.
 
-    ``query`` is ``[B, N, H, D]``, ``key`` ``[B, M, G, D]`` and ``value`` ``[B, M, G, Dv]`` with G dividing H, all of one
-    floating dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and
+    ``query`` is ``[B, N, H, D]``, ``key`` ``[B, M, G, D]`` and ``value`` ``[B, M, G, Dv]`` with G dividing H, all of
+    one floating dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and
     ``dropout_seed`` an int64 scalar, on the same device. ``scale`` is positive. ``query_offset`` is an integer; or, for
     the forward under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and
     ``key_offset + M - N``. Terms of the scores (:mod:`.terms`) are ``distance_bias``, float32 ``[H, N + M - 1]``,

@@ -66,9 +66,7 @@ def _query_blocks(
         index = block * OPTIONS.BLOCK_RUN + line
         is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.KEY_WIDTH)
-        value = load_block(
-            value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH
-        )
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH)
         score = product(query, tl.trans(key))
         if OPTIONS.SOFTCAP or OPTIONS.DISTANCE_BIAS or OPTIONS.KEY_BIAS:
             score, share = scaled(score, terms, OPTIONS)
