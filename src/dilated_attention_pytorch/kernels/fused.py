@@ -5,6 +5,8 @@ Views are ``[problems, problems, rows, D]`` with a contiguous last dimension; an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,11 @@ def forward(
     ``bias`` (CPU only, accumulation dtype) is 0, or -inf where a key is hidden. Under ``is_causal`` all query rows have
     the same.
     """
+    of_values = value.shape[-1]
+    if query.shape[-1] != of_values:
+        query, key, value = _of_one_width(query, key, value)
+        out, lse = forward(query, key, value, bias, is_causal=is_causal, scale=scale)
+        return out[..., :of_values], lse
     if query.device.type == "cpu":
         q, k, v = (_computable_on_cpu(tensor) for tensor in (query, key, value))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -59,9 +66,13 @@ def backward(
     *,
     is_causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of one partial under the *merged* ``out`` and ``lse``: the kernel's
     ``P = exp(s - lse)`` and ``delta = rowsum(grad_out * out)`` are then those of the joint softmax."""
+    if query.shape[-1] != value.shape[-1]:
+        g, q, k, v, o = _of_one_width(grad_out, query, key, value, out)
+        grads = backward(g, q, k, v, o, lse, bias, is_causal=is_causal, scale=scale)
+        return tuple(grad[..., : x.shape[-1]] for grad, x in zip(grads, (query, key, value), strict=True))
     if query.device.type == "cpu":
         g, q, k, v, o = (_computable_on_cpu(tensor) for tensor in (grad_out, query, key, value, out))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -116,6 +127,12 @@ def _largest_bias(bias: Tensor, *, is_causal: bool) -> Tensor:
     num_queries, num_keys = bias.shape[2:]
     last = torch.arange(num_queries).clamp_(max=num_keys - 1)
     return bias[:, :, 0].cummax(-1).values[..., last]
+
+
+def _of_one_width(*tensors: Tensor) -> Iterator[Tensor]:
+    """The tensors, padded by zeros to the largest width: the kernels take values as wide as keys only."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    return (torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors)
 
 
 def _computable_on_cpu(tensor: Tensor) -> Tensor:

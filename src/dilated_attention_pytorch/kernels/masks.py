@@ -1,4 +1,4 @@
-"""Per-call masks: padding keys and dropout."""
+"""Per-call masks, padding keys and dropout, and terms of the scores."""
 
 from __future__ import annotations
 
@@ -22,3 +22,17 @@ class Masks:
     """Position of the first key row."""
     key_positions: Tensor | None = None
     """Position of every key, int64 ``[M, G]``, if key rows are not consecutive."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTerms:
+    """Terms of a call's scores besides the scale and gates; see :class:`.call.Call`."""
+
+    softcap: float
+    """0 = none."""
+    distance_bias: Tensor | None
+    """``[H, distances]`` in the accumulation dtype."""
+    first_distance: int
+    """Key at position t and query at position p have the bias ``[h, t - p - first_distance]``."""
+    key_bias: Tensor | None
+    """``[B, M, G]`` in the accumulation dtype."""

@@ -89,6 +89,19 @@ def is_written_once(partial: AnyPartial) -> bool:
     return not isinstance(partial, Partial) or partial.num_keys <= KEYS_OF_WINDOW
 
 
+class Terms(NamedTuple):
+    """Terms of the scores of a partial besides the scale, masks and gates."""
+
+    softcap: float
+    """Cap of the scaled scores; 0 = none."""
+    line: Tensor | None
+    """float32 ``[H, n]``, contiguous: the query at position i of the partial and its key j have the bias
+    ``[h, origin + j - i]``, in steps of the partial."""
+    origin: int
+    key_bias: Tensor | None
+    """float32 ``[B, rows, G]``, like hidden keys."""
+
+
 class Operands(NamedTuple):
     """Operands and parameters that the kernels read."""
 
@@ -107,6 +120,8 @@ class Operands(NamedTuple):
     seen_rows: Tensor | None = None
     """int64 ``[heads, count]``: for every head, the visible rows of remote keys; None = all. For at most
     :data:`ROWS_OF_STREAM` queries per key/value head, without dropout and gradients."""
+    terms: Terms | None = None
+    """Without a line for remote keys."""
 
 
 class Merged(NamedTuple):
@@ -152,6 +167,8 @@ def add_gradients(
     grads: Sequence[Tensor],
     grad_gates: Tensor | None = None,
     *,
+    grad_line: Tensor | None = None,
+    grad_key_bias: Tensor | None = None,
     of_grad_query: Origin = WHOLE,
     of_grad_keys: Origin = WHOLE,
 ) -> None:

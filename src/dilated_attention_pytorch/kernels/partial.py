@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import fused, products
-from .products import KeepFactors, Result
+from .products import KeepFactors, Result, Terms
 
 
 class PartialCall(NamedTuple):
@@ -24,6 +24,7 @@ class PartialCall(NamedTuple):
     value: Tensor
     bias: Tensor | None
     keep_factors: KeepFactors | None
+    terms: Terms | None
     is_causal: bool
     scale: float
 
@@ -53,7 +54,7 @@ class Kernel(NamedTuple):
 
 
 def _products_forward(call: PartialCall, is_pair: bool) -> Result:
-    return products.forward(*call[:5], is_causal=call.is_causal, scale=call.scale, is_pair=is_pair)
+    return products.forward(*call[:6], is_causal=call.is_causal, scale=call.scale, is_pair=is_pair)
 
 
 def _products_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
@@ -69,6 +70,7 @@ def _products_backward(call: PartialCall, merged: MergedViews, needs_bias: bool)
         delta,
         call.bias,
         call.keep_factors,
+        call.terms,
         is_causal=call.is_causal,
         scale=call.scale,
         needs_bias=needs_bias,
@@ -77,6 +79,7 @@ def _products_backward(call: PartialCall, merged: MergedViews, needs_bias: bool)
 
 def _fused_forward(call: PartialCall, is_pair: bool) -> Result:
     assert call.keep_factors is None
+    assert call.terms is None
     assert not is_pair
     return Result(*fused.forward(*call[:4], is_causal=call.is_causal, scale=call.scale))
 
@@ -84,11 +87,12 @@ def _fused_forward(call: PartialCall, is_pair: bool) -> Result:
 def _fused_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
     assert merged.grad_lse is merged.rest is None
     assert call.keep_factors is None
+    assert call.terms is None
     assert not needs_bias
-    grads = fused.backward(
+    of_query, of_key, of_value = fused.backward(
         merged.grad_out, *call[:3], merged.out, merged.lse, call.bias, is_causal=call.is_causal, scale=call.scale
     )
-    return *grads, None
+    return of_query, of_key, of_value, None
 
 
 def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor | None]]:
@@ -102,6 +106,7 @@ def _problems(bias: Tensor | None, count: int) -> Iterator[tuple[slice, Tensor |
 
 def _triton_forward(call: PartialCall, is_pair: bool) -> Result:
     assert call.keep_factors is None
+    assert call.terms is None
     assert not is_pair
     assert not call.is_causal, "rows of other ranks and of caches are seen by all queries of a partial"
     from .triton import launch
@@ -117,6 +122,7 @@ def _triton_forward(call: PartialCall, is_pair: bool) -> Result:
 def _triton_backward(call: PartialCall, merged: MergedViews, needs_bias: bool) -> Gradients:
     assert merged.grad_lse is merged.rest is None
     assert call.keep_factors is None
+    assert call.terms is None
     assert not call.is_causal
     assert not needs_bias
     from .triton import launch

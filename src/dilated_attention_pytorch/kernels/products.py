@@ -46,6 +46,18 @@ class ScoreBlock(NamedTuple):
 KeepFactors = Callable[[ScoreBlock], Tensor]
 """Dropout factors of a block: ``[problems, rows, keys]``."""
 
+
+class Terms(NamedTuple):
+    """Terms of the scores besides the scale, masks and gates."""
+
+    softcap: float = 0.0
+    """Cap of the scaled scores; 0 = none."""
+    distance_bias: Callable[[ScoreBlock], Tensor] | None = None
+    """Bias of a block, ``[problems, rows, keys]``."""
+    add_gradient: Callable[[ScoreBlock, Tensor], None] | None = None
+    """Adds a block's gradient of the scores to that of the bias by distance."""
+
+
 LOG2_E = math.log2(math.e)
 """Factor from natural to base-2 exponents: below -87, PyTorch's exp on a CPU takes 50 to 180 times as long as
 elsewhere, and its exp2 does not."""
@@ -74,6 +86,7 @@ def forward(
     value: Tensor,
     bias: Tensor | None = None,
     keep_factors: KeepFactors | None = None,
+    terms: Terms | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -86,6 +99,7 @@ def forward(
         bias: added to the scores (-inf hides a key), ``[problems, problems, N, M]``, any strides, in the accumulation
             dtype.
         keep_factors: dropout factors of the probabilities.
+        terms: terms of the scores; ``bias`` is added after the cap.
         is_causal: query i attends to the first i + 1 keys.
         scale: scale of the scores.
         is_pair: return the log-sum-exp as a pair. Scores are computed block by block as in :func:`backward`, so that
@@ -97,7 +111,7 @@ def forward(
     lse = torch.empty(query.shape[:3], dtype=dtype, device=query.device)
     rest = torch.empty_like(lse) if is_pair else None
     for block in _score_blocks(query, key.shape[2], is_dropped=keep_factors is not None):
-        scores = _scores(query, key, bias, block, is_causal=is_causal, scale=scale)
+        scores = _scores(query, key, bias, terms, block, is_causal=is_causal, scale=scale)
         largest = scores.amax(dim=-1, keepdim=True)
         # A row that sees no key has the maximum -inf and a total of 0.
         safe = largest.masked_fill(largest == float("-inf"), 0.0)
@@ -122,6 +136,7 @@ def weighted_sum(
     factors: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None]],
     bias: Tensor | None = None,
     keep_factors: KeepFactors | None = None,
+    terms: Terms | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -141,7 +156,7 @@ def weighted_sum(
     casts = [[None if x is None else x.to(dtype) for x in factor] for factor in factors]
     total = torch.zeros(*(key if of_keys else query).shape[:3], values.shape[3], dtype=dtype, device=query.device)
     for block in _score_blocks(query, key.shape[2], is_dropped=keep_factors is not None):
-        weights = _scores(query, key, bias, block, is_causal=is_causal, scale=scale)
+        weights = _scores(query, key, bias, terms, block, is_causal=is_causal, scale=scale)
         _probabilities(weights, block, lse, rest)
         if keep_factors is not None:
             weights *= keep_factors(block)
@@ -171,6 +186,7 @@ def backward(
     delta: Tensor,
     bias: Tensor | None = None,
     keep_factors: KeepFactors | None = None,
+    terms: Terms | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -190,7 +206,7 @@ def backward(
     grad_bias = torch.zeros(key.shape[:3], dtype=dtype, device=query.device) if needs_bias else None
     for block in _score_blocks(query, key.shape[2], is_dropped=keep_factors is not None):
         rows, grad = block.of_queries(query).to(dtype), block.of_queries(grad_out).to(dtype)
-        probabilities = _scores(query, key, bias, block, is_causal=is_causal, scale=scale)
+        probabilities = _scores(query, key, bias, terms, block, is_causal=is_causal, scale=scale)
         _probabilities(probabilities, block, lse, rest)
         grad_scores = torch.bmm(grad, block.of_keys(value).mT)
         dropped = probabilities
@@ -200,10 +216,15 @@ def backward(
             dropped = probabilities * kept
         block.of_keys(grad_value).baddbmm_(dropped.mT, grad)
         grad_scores.sub_(block.of_queries(delta).unsqueeze(-1)).mul_(probabilities)
-        block.of_keys(grad_key).baddbmm_(grad_scores.mT, rows, alpha=scale)
-        block.of_queries(grad_query).baddbmm_(grad_scores, block.of_keys(key), alpha=scale)
         if grad_bias is not None:
             block.of_keys(grad_bias).add_(grad_scores.sum(1))
+        if terms is not None:
+            if terms.add_gradient is not None:
+                terms.add_gradient(block, grad_scores)
+            if terms.softcap:
+                grad_scores *= _capped(query, key, block, terms.softcap, scale).square_().neg_().add_(1.0)
+        block.of_keys(grad_key).baddbmm_(grad_scores.mT, rows, alpha=scale)
+        block.of_queries(grad_query).baddbmm_(grad_scores, block.of_keys(key), alpha=scale)
     return grad_query, grad_key, grad_value, grad_bias
 
 
@@ -230,13 +251,35 @@ def _evenly(number: int, most: int) -> int:
     return max(1, -(-number // max(1, -(-number // most))))
 
 
-def _scores(
-    query: Tensor, key: Tensor, bias: Tensor | None, block: ScoreBlock, *, is_causal: bool, scale: float
-) -> Tensor:
-    """Scaled, biased and masked scores of a block in base 2, ``[problems, rows, keys]``."""
+def _capped(query: Tensor, key: Tensor, block: ScoreBlock, softcap: float, scale: float) -> Tensor:
+    """``tanh(scale q . k / softcap)`` of a block, ``[problems, rows, keys]``."""
+    return _products(query, key, block, scale).div_(softcap).tanh_()
+
+
+def _products(query: Tensor, key: Tensor, block: ScoreBlock, scale: float) -> Tensor:
     rows, keys = block.of_queries(query).to(key.dtype), block.of_keys(key)
     scores = torch.empty(*rows.shape[:2], keys.shape[1], dtype=key.dtype, device=key.device)
-    torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale * LOG2_E, out=scores)
+    torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale, out=scores)
+    return scores
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    terms: Terms | None,
+    block: ScoreBlock,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Scaled, capped, biased and masked scores of a block in base 2, ``[problems, rows, keys]``."""
+    if terms is not None and terms.softcap:
+        scores = _capped(query, key, block, terms.softcap, scale).mul_(terms.softcap * LOG2_E)
+    else:
+        scores = _products(query, key, block, scale * LOG2_E)
+    if terms is not None and terms.distance_bias is not None:
+        scores.add_(terms.distance_bias(block), alpha=LOG2_E)
     if bias is not None:
         scores.add_(block.of_queries(bias), alpha=LOG2_E)
     if is_causal:

@@ -22,10 +22,14 @@ def reference_attention(
     cu_seqlens: Tensor | None,
     key_padding_mask: Tensor | None,
     keep_probability: Tensor | None,
+    softcap: float = 0.0,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp directly from the definition, in O(N M) time and memory.
 
-    ``keep_probability`` are the dropout factors of the merged probabilities, ``[B, H, N, M]``.
+    ``keep_probability`` are the dropout factors of the merged probabilities, ``[B, H, N, M]``; for the last three see
+    :class:`.call.Call`.
     """
     query_rows = torch.arange(query.shape[1], device=query.device) + query_offset
     probabilities, lse, seen = reference_probabilities(
@@ -38,6 +42,9 @@ def reference_attention(
         key_offset=key_offset,
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        key_bias=key_bias,
     )
     if keep_probability is not None:
         probabilities = probabilities * keep_probability.to(probabilities.dtype)
@@ -56,6 +63,10 @@ def reference_probabilities(
     key_offset: int,
     cu_seqlens: Tensor | None,
     key_padding_mask: Tensor | None,
+    softcap: float = 0.0,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    first_row: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities ``c exp(s - L)`` of some rows, directly from the definition, in O(R M) time and memory.
 
@@ -65,6 +76,8 @@ def reference_probabilities(
         pattern: attention pattern.
         query_rows: int64 ``[R]``, absolute positions of the queries, or their rows with ``cu_seqlens``.
         is_causal, scale, key_offset, cu_seqlens, key_padding_mask: see :func:`dilated_attention_pytorch.attend`.
+        softcap, distance_bias, key_bias: see :class:`.call.Call`.
+        first_row: position of the first row of the whole query; None = that of the first of ``query_rows``.
 
     Returns:
         probabilities ``[B, H, R, M]``, log-sum-exp ``[B, H, R]``, both in the accumulation dtype, and bool
@@ -79,7 +92,18 @@ def reference_probabilities(
         count = count.masked_fill(key_padding_mask[:, None, None, :], 0)
     seen = (count > 0).any(dim=2).transpose(1, 2).unsqueeze(-1)
     k = _by_query_head(key.to(dtype), query).masked_fill(~seen, 0.0)  # since 0 * NaN is NaN
-    scores = scale * torch.einsum("bnhd,bmhd->bhnm", query.to(dtype), k) + count.to(dtype).log()
+    scores = scale * torch.einsum("bnhd,bmhd->bhnm", query.to(dtype), k)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if distance_bias is not None:
+        num_rows = distance_bias.shape[1] - key.shape[1] + 1
+        rows = query_rows - (query_rows[:1] if first_row is None else first_row)
+        scores = (
+            scores + distance_bias[:, torch.arange(key.shape[1], device=rows.device) - rows[:, None] + num_rows - 1]
+        )
+    if key_bias is not None:
+        scores = scores + key_bias.repeat_interleave(num_heads // num_kv_heads, 2).transpose(1, 2).unsqueeze(2)
+    scores = scores + count.to(dtype).log()
     zero_pad_keys = _zero_pad_counts(pattern, query_rows, key_rows, num_kv_heads, cu_seqlens)
     if zero_pad_keys is not None and not is_causal:
         zero_pad_keys = zero_pad_keys.repeat_interleave(num_heads // num_kv_heads, dim=0).expand(scores.shape[:3])

@@ -17,6 +17,7 @@ from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
+from .scores import Scores, finished, with_scores
 from .validation import check_call, sequence_first
 
 
@@ -33,6 +34,7 @@ def attend_with_lse(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    scores: Scores | None = None,
     heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> AttentionOutput:
@@ -62,6 +64,8 @@ def attend_with_lse(
         impl=impl,
     )
     check_call(call)
+    if scores is not None:
+        call = with_scores(call, scores)
     for watch in WATCHERS:
         watch(call)
     if dropout_p > 0.0:
@@ -75,13 +79,20 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
     impl = IMPLEMENTATIONS[implementation_of(call.impl, query, call.pattern)]
+    if impl.name == "native" and (
+        call.softcap or call.distance_bias is not None or call.key_bias is not None or query.shape[3] != value.shape[3]
+    ):
+        impl = IMPLEMENTATIONS["aten"]  # TEMPORARY, until the native kernels take terms
     if isinstance(call.query_offset, Tensor) and not impl.takes_offset_tensor:
         raise NotImplementedError(
             f'impl="{impl.name}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
             'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
         )
     query, scale = with_positive_scale(query, call.scale)
-    return impl.attend(call._replace(query=query, key=key, value=value, scale=scale, impl=impl))
+    call = call._replace(query=query, key=key, value=value, scale=scale, impl=impl)
+    if call.sinks is None and call.shift is None:
+        return impl.attend(call)
+    return finished(*impl.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
 
 
 def attend(
@@ -97,6 +108,7 @@ def attend(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    scores: Scores | None = None,
     heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -110,8 +122,8 @@ def attend(
 
     Args:
         query: ``[B, N, H, D]``, float16, bfloat16, float32 or float64. Any strides.
-        key, value: ``[B, M, G, D]`` of the same dtype and device; the number G of key/value heads divides H, and
-            query head h is served by key/value head ``h // (H / G)``.
+        key, value: ``[B, M, G, D]`` and ``[B, M, G, Dv]`` of the same dtype and device; the number G of key/value heads
+            divides H, and query head h is served by key/value head ``h // (H / G)``.
         pattern: attention pattern, e.g. :class:`DilatedPattern`; patterns add with ``+``.
         is_causal: a query attends only to keys at or before its own position.
         scale: scale of the scores; None = ``1 / sqrt(D)``.
@@ -129,6 +141,7 @@ def attend(
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were absent.
         dropout_p: probability of dropping each merged probability ``c exp(s - L)``; the others are scaled by
             ``1 / (1 - p)``. The seed is drawn from PyTorch's random state.
+        scores: a cap, biases and sinks, see :class:`Scores`.
         heads_first: True for tensors, and a result, ``[B, H, N, D]`` as in ``scaled_dot_product_attention``. None, like
             False, means ``[B, N, H, D]``, but is refused where more than 64 heads, each with its own key/value head,
             come with fewer rows than heads; one row, the first token of a text, is computed.
@@ -139,7 +152,7 @@ def attend(
             :func:`~dilated_attention_pytorch.ops.implementation` changes that for all calls of a context.
 
     Returns:
-        ``[B, N, H, D]`` in the query's dtype, contiguous (its transpose with ``heads_first``). Under autocast, inputs
+        ``[B, N, H, Dv]`` in the query's dtype, contiguous (its transpose with ``heads_first``). Under autocast, inputs
         other than float64 are cast first.
 
     Raises:
@@ -164,6 +177,7 @@ def attend(
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
         dropout_p=dropout_p,
+        scores=scores,
         heads_first=heads_first,
         impl=impl,
     ).out
@@ -186,6 +200,7 @@ def dilated_attention(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    scores: Scores | None = None,
     heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -212,6 +227,7 @@ def dilated_attention(
         cu_seqlens=cu_seqlens,
         key_padding_mask=key_padding_mask,
         dropout_p=dropout_p,
+        scores=scores,
         heads_first=heads_first,
         impl=impl,
     )

@@ -18,6 +18,7 @@ from .attend import attend_checked
 from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
+from .scores import Scores, finished, with_scores
 from .validation import check_call, check_documents, documents_of, sequence_first
 from .weighted_sum import weighted_sum
 
@@ -37,6 +38,7 @@ def attention_map(
     key_offset: int = 0,
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    scores: Scores | None = None,
     heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -44,15 +46,16 @@ def attention_map(
 
     ``P[p, t] = c[p, t] exp(s[p, t] - L[p])`` with the count c, the score s and the log-sum-exp L of :func:`attend`:
     its output is ``O[p] = sum_t P[p, t] v[t]``. A row of P sums to 1; to 0 for a query without a key, and to less than
-    1 under ``tail="zero_padded"``, where the rest belongs to the zero keys. Differentiable in ``query`` and ``key``.
+    1 with sinks and under ``tail="zero_padded"``, where the rest belongs to the sink and to the zero keys.
+    Differentiable in ``query`` and ``key``; maps of weights only without a cap and biases.
 
     Chosen rows are computed from the definition, in O(R M) time and memory for R rows and M keys. Weighted sums of all
     rows (``queries`` of weights) take the plan and the kernels of :func:`attend`: the pairs of the pattern are computed
     once more, in memory linear in N and M.
 
     Args:
-        query, key, pattern, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask, heads_first:
-            see :func:`attend`. A map has no dropout.
+        query, key, pattern, is_causal, scale, query_offset, key_offset, cu_seqlens, key_padding_mask, scores,
+            heads_first: see :func:`attend`. A map has no dropout.
         queries: R query rows, counted in ``query`` from 0, as integers: one map each, of ``P[p]``. Or floating-point
             weights ``[R, N]`` or ``[B, R, N]`` of all query rows: one map each, of ``sum_p w[p] P[p]``. Or ``"mean"``:
             one map, with the weight 1 / N of every row.
@@ -88,7 +91,7 @@ def attention_map(
         impl=impl,
     )
     check_call(call)
-    return map_of_call(call, queries)
+    return map_of_call(call if scores is None else with_scores(call, scores), queries)
 
 
 def map_of_call(call: Call, queries: Queries) -> Tensor:
@@ -234,7 +237,7 @@ def _of_rows(call: Call, rows: Tensor) -> Tensor:
     if call.cu_seqlens is not None:
         check_documents(call.pattern, documents_of(call.cu_seqlens, call.query.shape[1]), call.key.shape[2])
     query, scale = with_positive_scale(call.query[:, rows], call.scale)
-    probabilities, _, _ = reference_probabilities(
+    probabilities, lse, _ = reference_probabilities(
         query,
         call.key,
         call.pattern,
@@ -244,8 +247,13 @@ def _of_rows(call: Call, rows: Tensor) -> Tensor:
         key_offset=call.key_offset,
         cu_seqlens=call.cu_seqlens,
         key_padding_mask=call.key_padding_mask,
+        softcap=call.softcap,
+        distance_bias=call.distance_bias,
+        key_bias=call.key_bias,
+        first_row=call.first_query,
     )
-    return probabilities.transpose(1, 2)
+    probabilities, lse = probabilities.transpose(1, 2), lse.transpose(1, 2)
+    return finished(probabilities, lse, call.sinks, call.shift)[0]
 
 
 def _weighted(call: Call, weights: Tensor) -> Tensor:
@@ -256,10 +264,12 @@ def _weighted(call: Call, weights: Tensor) -> Tensor:
     if heads != kv_heads:  # a sum over the queries is one per key/value head
         serving = [head // (heads // kv_heads) for head in range(heads)]
         pattern, key = pattern.for_heads(serving, kv_heads), key[:, :, serving]
-    call = call._replace(key=key, value=key, pattern=pattern)
+    key_bias = None if call.key_bias is None else call.key_bias.repeat_interleave(heads // kv_heads, 2)
+    outside = (call.sinks, call.shift)
+    call = call._replace(key=key, value=key, pattern=pattern, key_bias=key_bias, sinks=None, shift=None)
     _, lse = attend_checked(call)
     query, scale = with_positive_scale(call.query, call.scale)
     call = call._replace(query=query, scale=scale, impl=IMPLEMENTATIONS["aten"])
-    values = weights.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads, -1)
+    values, _ = finished(weights.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads, -1), lse, *outside)
     # [B, M, H, R]
     return weighted_sum("keys", call, lse, values, []).permute(0, 3, 2, 1)

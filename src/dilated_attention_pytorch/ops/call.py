@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Implementation(ABC):
         *,
         is_prepared: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Gradients of query, key, value and, if given, log-gates, under a merged output and log-sum-exp."""
+        """Gradients of :attr:`Call.leaves` under a merged output and log-sum-exp."""
         raise self._has_no_parts()
 
     def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
@@ -64,7 +64,8 @@ class Call(NamedTuple):
     """The arguments of one call of attention, in the order of the operators' schemas.
 
     The keys that a query sees are those under ``pattern``, or, with ``blocks``, those of its query block's list. The
-    scores are ``s = scale * q . k + e`` with ``e`` the log-gate of the key's block, 0 without gates. A call is checked
+    scores are ``s = cap(scale * q . k) + e`` with ``e`` the log-gate of the key's block and the biases of distance and
+    key, each 0 where it is None. A call is checked
     (:func:`.validation.check_call`), then an implementation is chosen (:func:`.attend.attend_checked`), then it runs.
     """
 
@@ -75,6 +76,10 @@ class Call(NamedTuple):
     value: Tensor
     log_gates: Tensor | None = None
     """``[B, G, query blocks, k]``"""
+    distance_bias: Tensor | None = None
+    """``[H, N + M - 1]`` in the accumulation dtype: row i of query and row j of key have ``[h, j - i + N - 1]``"""
+    key_bias: Tensor | None = None
+    """``[B, M, G]`` in the accumulation dtype"""
     blocks: Tensor | None = None
     """int64 ``[B, G, query blocks, k]``, -1 for none"""
     cu_seqlens: Tensor | None = None
@@ -93,13 +98,34 @@ class Call(NamedTuple):
     query_offset: int | Tensor = 0
     key_offset: int = 0
     dropout_p: float = 0.0
+    softcap: float = 0.0
+    """Cap of the scaled scores; 0 = none."""
     impl: Any = "auto"
     """A name; once chosen, an :class:`Implementation`."""
+    sinks: Tensor | None = None
+    """``[H]``; like the next no argument of an operator: :func:`.scores.finished` applies them to the results."""
+    shift: Tensor | None = None
+    """``[H]``, what was subtracted from ``distance_bias``, and is added to the log-sum-exp."""
 
     def for_operator(self) -> tuple[Any, ...]:
         """The arguments of an operator: spec of the pattern, name of the implementation."""
         spec: Any = "" if self.pattern is None else self.pattern.spec
-        return self._replace(pattern=spec, impl=self.impl.name)
+        return self._replace(pattern=spec, impl=self.impl.name)[:-2]
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether scores are more than scaled products and gates."""
+        return self.softcap != 0.0 or self.distance_bias is not None or self.key_bias is not None
+
+    @property
+    def leaves(self) -> tuple[Tensor | None, ...]:
+        """The fields that have gradients, in the order of the gradients, which leave out those that are None."""
+        return self.query, self.key, self.value, self.log_gates, self.distance_bias, self.key_bias
+
+    def by_leaf(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients by :attr:`leaves`; None for those that are None."""
+        remaining = iter(grads)
+        return [None if leaf is None else next(remaining) for leaf in self.leaves]
 
     @property
     def first_query(self) -> int:
@@ -113,6 +139,11 @@ class Call(NamedTuple):
         return self.key_offset + self.key.shape[1] - self.query.shape[1]
 
     @property
+    def shape_of_out(self) -> tuple[int, ...]:
+        """``[B, N, H, Dv]`` with the width Dv of the values."""
+        return (*self.query.shape[:3], self.value.shape[3])
+
+    @property
     def dtype(self) -> torch.dtype:
         """The accumulation dtype: that of the log-sum-exp, of sums and of scores."""
         return accumulation_dtype(self.query.dtype)
@@ -124,12 +155,15 @@ class Call(NamedTuple):
 
 
 SCHEMA = (
-    "Tensor query, Tensor key, Tensor value, Tensor? log_gates, Tensor? blocks, Tensor? cu_seqlens, "
-    "Tensor? key_padding_mask, Tensor? dropout_seed, str pattern, SymInt[] block_sizes, bool is_causal, float scale, "
-    "SymInt query_offset, SymInt key_offset, float dropout_p, str impl"
+    "Tensor query, Tensor key, Tensor value, Tensor? log_gates, Tensor? distance_bias, Tensor? key_bias, "
+    "Tensor? blocks, Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? dropout_seed, str pattern, "
+    "SymInt[] block_sizes, bool is_causal, float scale, SymInt query_offset, SymInt key_offset, float dropout_p, "
+    "float softcap, str impl"
 )
-"""The fields of :class:`Call` as arguments of an operator."""
-NUM_TENSORS = 8
-"""Number of its fields that are tensors, which come first."""
+"""The fields of :class:`Call`, less the last two, as arguments of an operator."""
+NUM_TENSORS = 10
+"""Number of these that are tensors, which come first."""
+NUM_LEAVES = 6
+"""Number of these tensors that have gradients, which come first."""
 WATCHERS: list[Callable[[Call], None]] = []
 """Called with every checked call before it is computed, see :func:`.attention_map.attention_maps`."""

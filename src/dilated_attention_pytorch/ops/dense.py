@@ -42,6 +42,9 @@ class Dense(Implementation):
                 cu_seqlens=call.cu_seqlens,
                 key_padding_mask=call.key_padding_mask,
                 keep_probability=_dense_keep_factors(call),
+                softcap=call.softcap,
+                distance_bias=call.distance_bias,
+                key_bias=call.key_bias,
             )
 
 

@@ -13,7 +13,7 @@ from torch.autograd.function import Function
 
 from dilated_attention_pytorch.tracing import constant_of_graph
 
-from .call import NUM_TENSORS, Call
+from .call import NUM_LEAVES, NUM_TENSORS, Call
 from .weighted_sum import (
     Axis,
     Factor,
@@ -23,6 +23,7 @@ from .weighted_sum import (
     moved_scores,
     nestable,
     ones_of,
+    refuse_terms,
     tangent_of,
     weighted_sum,
 )
@@ -112,11 +113,13 @@ class Attend(Function):
     @nestable
     def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> tuple[Tensor, Tensor]:
         *tensors, out, lse = saved
-        return _tangents_of_outputs(Call(*tensors, *ctx.options), lse, Tangents(*tangents[:4]), out.dtype)
+        call = Call(*tensors, *ctx.options)
+        refuse_terms(call)
+        return _tangents_of_outputs(call, lse, Tangents(*tangents[:4]), out.dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return by_sequence(Attend, info.batch_size, in_dims, inputs)
+        return by_sequence(Attend, 0, info.batch_size, in_dims, inputs)
 
 
 class _Computed(Attend):
@@ -147,8 +150,10 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
 def saved_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     """One gradient, or None, for every field of a saved call."""
     *tensors, out, lse = ctx.saved_tensors
-    grads = gradients(Call(*tensors, *ctx.options), grad_out, grad_lse, out, lse)
-    return (*grads, *(None,) * (len(Call._fields) - len(grads)))
+    call = Call(*tensors, *ctx.options)
+    grads = gradients(call, grad_out, grad_lse, out, lse)
+    others = NUM_TENSORS - NUM_LEAVES + len(ctx.options)
+    return (*(call.by_leaf(grads) if grads else (None,) * NUM_LEAVES), *(None,) * others)
 
 
 def attend_call(call: Call) -> tuple[Tensor, Tensor]:
@@ -213,8 +218,8 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 def gradients(
     call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and, if given, log-gates, themselves differentiable."""
+) -> tuple[Tensor, ...]:
+    """Gradients of :attr:`.Call.leaves`, themselves differentiable; none without a gradient of a result."""
     if grad_out is None and grad_lse is None:
         return ()
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -228,13 +233,13 @@ def gradients(
 
 
 def _backward_operator(call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The registered operator's gradients of query, key, value and, if given, log-gates."""
-    grads: tuple[Tensor, ...] = tuple(_OPERATORS.attend_backward.default(*tensors, *call.for_operator()))
-    return grads if call.log_gates is not None else grads[:3]
+    """The registered operator's gradients of :attr:`.Call.leaves`."""
+    grads = _OPERATORS.attend_backward.default(*tensors, *call.for_operator())
+    return tuple(grad for grad, leaf in zip(grads, call.leaves, strict=True) if leaf is not None)
 
 
 class _Gradients(Function):
-    """Gradients of query, key, value and, if given, log-gates: ``apply(grad_out, grad_lse, out, lse, *call)``.
+    """Gradients of :attr:`.Call.leaves`: ``apply(grad_out, grad_lse, out, lse, *call)``.
 
     ``out`` and ``lse`` are functions of the other operands, and derivatives flow through those; they get no gradient.
     """
@@ -258,7 +263,9 @@ class _Gradients(Function):
         grad_out, grad_lse, out, lse, *tensors = ctx.saved_tensors
         if all(grad is None for grad in grads):
             return (None,) * (4 + len(Call._fields))
-        call, moved = Call(*tensors, *ctx.options), Tangents(*grads, *(None,) * (4 - len(grads)))
+        call = Call(*tensors, *ctx.options)
+        refuse_terms(call)
+        moved = Tangents(*grads, *(None,) * (4 - len(grads)))
         of_out, of_lse = _tangents_of_outputs(call, lse, moved, lse.dtype)
         of_call = _tangents_of_gradients(call, out, lse, (grad_out, grad_lse), moved, (of_out, of_lse), (None, None))
         return (
@@ -275,8 +282,10 @@ class _Gradients(Function):
     def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> tuple[Tensor, ...]:
         grad_out, grad_lse, out, lse, *tensors = saved
         of_grad_out, of_grad_lse, of_out, of_lse, *of_call = tangents
+        call = Call(*tensors, *ctx.options)
+        refuse_terms(call)
         results = _tangents_of_gradients(
-            Call(*tensors, *ctx.options),
+            call,
             out,
             lse,
             (grad_out, grad_lse),
@@ -288,7 +297,7 @@ class _Gradients(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return by_sequence(_Gradients, info.batch_size, in_dims, inputs)
+        return by_sequence(_Gradients, 4, info.batch_size, in_dims, inputs)
 
 
 def _tangents_of_outputs(call: Call, lse: Tensor, moved: Tangents, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -301,7 +310,7 @@ def _tangents_of_outputs(call: Call, lse: Tensor, moved: Tangents, dtype: torch.
         of_out.append(weighted_sum("queries", call, lse, call.value, [less(scores, of_lse, ones)]))
     if moved.value is not None:
         of_out.append(weighted_sum("queries", call, lse, moved.value, []))
-    total = sum(of_out) if of_out else torch.zeros_like(call.query)
+    total = sum(of_out) if of_out else call.query.new_zeros(call.shape_of_out)
     assert isinstance(total, Tensor)
     return total.to(dtype), of_lse
 

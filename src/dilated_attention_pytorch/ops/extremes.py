@@ -72,14 +72,18 @@ def backward(call: Call, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: T
     )
     reached = _reached(call, bad_rows).unsqueeze(-1)
     is_bad = [bad_rows.unsqueeze(-1), reached, reached]
-    if len(grads) > len(is_bad):
+    if call.log_gates is not None:
         is_bad.append(_blocks_of(call, bad_rows))
+    if call.distance_bias is not None:
+        is_bad.append(torch.ones_like(call.distance_bias, dtype=torch.bool))  # it depends on all rows
+    if call.key_bias is not None:
+        is_bad.append(reached.squeeze(-1))
     return tuple(torch.where(*three) for three in zip(is_bad, grads, clean, strict=True))
 
 
 def _backward(call: Call, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
     rest = None
-    if _has_large_scores(call):
+    if _has_large_scores(call, lse):
         # Probabilities sum to 1 only if the log-sum-exp is computed from the same scores: both are recomputed here.
         rest = torch.zeros_like(lse)
         out, lse = tiles.forward(call, rest)
@@ -96,7 +100,7 @@ def weighted_sum(
 ) -> Tensor:
     """:func:`.tiles.weighted_sum` for scores of any size. ``lse`` must cover exactly the keys of the call."""
     rest = None
-    if _has_large_scores(call):
+    if _has_large_scores(call, lse):
         rest = torch.zeros_like(lse)
         _, lse = tiles.forward(call, rest)
     return tiles.weighted_sum(call, lse, values, factors, rest, axis=axis)
@@ -135,9 +139,13 @@ def has_large_scores(query_norm: float, key_norm: float, scale: float) -> bool:
     return query_norm * key_norm * abs(scale) > _LARGE_SCORE
 
 
-def _has_large_scores(call: Call) -> bool:
+def _has_large_scores(call: Call, lse: Tensor) -> bool:
     assert call.scale is not None
     score = largest_norm(call.query) * largest_norm(call.key) * call.scale
+    score = min(score, call.softcap) if call.softcap else score
+    if call.distance_bias is not None or call.key_bias is not None:
+        # Biases may be large where no probability is: those of far keys. What counts is the log-sum-exp.
+        score = max(score, native.largest_gate(lse))
     return has_large_scores(score + native.largest_gate(call.log_gates), 1.0, 1.0)
 
 
@@ -161,11 +169,12 @@ def _without(tensor: Tensor, bad: Tensor) -> Tensor:
 
 
 def _unweighted(call: Call) -> Call:
-    """The call without dropout and finite gates; it shows which row sees which key."""
+    """The call without dropout, finite gates and terms of the scores; it shows which row sees which key."""
     gates = call.log_gates
     if gates is not None:
         # A row sees a block iff its gate is not -inf; a small gate would hide that it does.
         gates = torch.zeros_like(gates).masked_fill(gates == float("-inf"), float("-inf"))
+    call = call._replace(softcap=0.0, distance_bias=None, key_bias=None)
     return call._replace(dropout_seed=None, dropout_p=0.0, log_gates=gates)
 
 

@@ -28,6 +28,7 @@ Name = Literal[
     "query_positions",
     "key_positions",
     "grad_gates",
+    "grad_key_bias",
     "bias",
 ]
 FactorName = tuple[Literal["left", "right", "gates"], int]

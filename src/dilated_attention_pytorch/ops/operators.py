@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention_pytorch.patterns import pattern_from_spec
-from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, pair_flops
+from dilated_attention_pytorch.patterns.flops import pair_flops
 
 from . import host
-from .call import SCHEMA, Call
+from .call import NUM_LEAVES, SCHEMA, Call
 from .derivatives import refuse_tangents, save, saved_gradients
 from .implementations import IMPLEMENTATIONS
 from .tiles import num_pairs
@@ -29,7 +29,7 @@ def call_of(*arguments: Any) -> Call:
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; see :func:`dilated_attention_pytorch.attend_with_lse`."""
     call = call_of(*arguments)
-    refuse_tangents(*call[:4])
+    refuse_tangents(*call.leaves)
     out, lse = call.impl.forward(call)
     return out, lse
 
@@ -37,11 +37,11 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and log-gates from the merged output and log-sum-exp; empty without gates."""
+    """Gradients of the call's differentiable fields from the merged output and log-sum-exp; empty for None."""
     call = call_of(*arguments)
-    refuse_tangents(*call[:4], grad_out, grad_lse)
-    grads: tuple[Tensor, ...] = call.impl.backward(call, grad_out, grad_lse, out, lse)
-    return grads if call.log_gates is not None else (*grads, lse.new_empty(0))
+    refuse_tangents(*call.leaves, grad_out, grad_lse)
+    grads = call.by_leaf(call.impl.backward(call, grad_out, grad_lse, out, lse))
+    return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _weighted_sum(
@@ -57,7 +57,7 @@ _OPERATORS = (
         "attend_backward",
         _attend_backward,
         "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, ",
-        "(Tensor, Tensor, Tensor, Tensor)",
+        f"({', '.join(['Tensor'] * NUM_LEAVES)})",
     ),
     ("weighted_sum", _weighted_sum, "str axis, Tensor? values, Tensor?[] factors, Tensor lse, ", "Tensor"),
 )
@@ -73,15 +73,16 @@ attend, attend_backward, weighted_sum = (
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = call_of(*arguments)
     query = call.query
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.empty(call.shape_of_out, dtype=query.dtype, device=query.device)
     return out, torch.empty(query.shape[:3], dtype=call.dtype, device=query.device)
 
 
 @attend_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    query, key, value, gates, *_ = call_of(*arguments)
-    leaves = (query, key, value, lse.new_empty(0) if gates is None else gates)
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves)
+    return tuple(
+        lse.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in call_of(*arguments).leaves
+    )
 
 
 @weighted_sum.register_fake
@@ -101,16 +102,16 @@ attend.register_autograd(saved_gradients, setup_context=_save)
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend, get_raw=True)
 def _attend_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-    """Two matrix products over exactly the pairs of the pattern: 4 D operations per pair."""
+    """Two matrix products over exactly the pairs of the pattern: scores, and the sum of values."""
     call = call_of(*arguments)
-    return pair_flops(num_pairs(call), call.query.shape[-1])
+    return pair_flops(num_pairs(call), call.query.shape[-1] + call.value.shape[-1], products=1)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_backward, get_raw=True)
 def _attend_backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """Five matrix products, including the recomputation of the scores, as PyTorch counts its own attention."""
     call = call_of(*arguments[4:])
-    return pair_flops(num_pairs(call), call.query.shape[-1], BACKWARD_PRODUCTS)
+    return pair_flops(num_pairs(call), 3 * call.query.shape[-1] + 2 * call.value.shape[-1], products=1)
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_sum, get_raw=True)

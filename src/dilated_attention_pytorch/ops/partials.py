@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels import native, products
 from dilated_attention_pytorch.kernels.dropout import keep_factors
-from dilated_attention_pytorch.kernels.masks import Masks
+from dilated_attention_pytorch.kernels.masks import Masks, ScoreTerms
 from dilated_attention_pytorch.kernels.partial import PRODUCTS, Kernel, MergedViews, PartialCall
-from dilated_attention_pytorch.kernels.products import LOG2_E, KeepFactors, Result, ScoreBlock
+from dilated_attention_pytorch.kernels.products import LOG2_E, KeepFactors, Result, ScoreBlock, Terms
 from dilated_attention_pytorch.plan.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.plan.gathered import Gathered
 from dilated_attention_pytorch.plan.geometry import Partial
@@ -30,6 +31,7 @@ from .operands import Name, Operand, Operands, Role, Rows
 from .views import PartialViews, strided_views
 
 _LARGEST_BIAS = 1 << 22  # elements of a bias that is materialized
+_OF_BIAS: tuple[Literal["grad_gates", "grad_key_bias"], ...] = ("grad_gates", "grad_key_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Work:
     """Whether keys and values belong to the single partial alone: ``[B, rows, heads, D]``."""
     seen_rows: Tensor | None = None
     """Rows of remote keys that the queries see, see :class:`.remote.RemoteKeys`."""
+    terms: ScoreTerms | None = None
+    """Terms of the scores, of these sequences only."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,14 +70,39 @@ class Work:
         """Row space of the keys: remote or local."""
         return Rows.REMOTE if self.is_remote else Rows.KEY
 
-    def for_native(self) -> native.Operands:
-        """The operands in the format of the native kernels."""
+    def for_native(self, partial: AnyPartial) -> native.Operands:
+        """The operands of a partial in the format of the native kernels."""
         masks, hidden = self.masks, self.masks.hidden
         if hidden is not None and hidden.dim() == 2:
             hidden = hidden.unsqueeze(-1).expand(-1, -1, self.key.shape[2])
         positions = [masks.query_offset, masks.key_offset, self.first_sequence]
         options = (hidden, masks.seed, masks.dropout_p, positions, self.scale)
-        return native.Operands(self.query, self.key, self.value, self.ratio, options, self.is_remote, self.seen_rows)
+        terms = None
+        if self.terms is not None:
+            line, origin = None, 0
+            if self.terms.distance_bias is not None:
+                of_partial, origin = self.line(partial, self.terms.distance_bias)
+                line = of_partial.contiguous()
+            terms = native.Terms(self.terms.softcap, line, origin, self.terms.key_bias)
+        operands = (self.query, self.key, self.value, self.ratio, options, self.is_remote, self.seen_rows)
+        return native.Operands(*operands, terms)
+
+    def line(self, partial: AnyPartial, distance_bias: Tensor) -> tuple[Tensor, int]:
+        """The part of a tensor ``[H, distances]`` that a partial over local keys reads, as a view ``[H, n]``.
+
+        The query at position i and key j, in steps of the partial, have ``[h, origin + j - i]``; also returns origin.
+        """
+        assert self.terms is not None
+        assert not self.is_remote
+        nearest = self.masks.key_offset - self.masks.query_offset - self.terms.first_distance
+        if isinstance(partial, BlockLists):
+            return distance_bias, nearest
+        if isinstance(partial, Gathered):
+            return distance_bias, nearest + partial.first_key
+        ahead = partial.num_queries - 1
+        first = nearest + partial.key_row - partial.query_row - ahead * partial.step
+        count = partial.num_queries + partial.num_keys - 1
+        return distance_bias[:, first :: partial.step][:, :count], ahead
 
     def kernel(self, partial: AnyPartial, *, is_pair: bool, has_lse_gradient: bool = False) -> Kernel | None:
         """The kernel that computes a partial over views; None for the native kernels, in place.
@@ -83,8 +112,10 @@ class Work:
             is_pair: whether the log-sum-exp is a pair because scores are large, see :class:`.products.Result`.
             has_lse_gradient: whether the log-sum-exp has a gradient.
         """
-        is_in_place = self.impl.is_in_place
+        is_in_place, terms = self.impl.is_in_place, self.terms
         if is_pair or (self.masks.seed is not None and (self.is_remote or not is_in_place)):
+            return PRODUCTS
+        if terms is not None and (not is_in_place or (self.is_remote and terms.distance_bias is not None)):
             return PRODUCTS
         if isinstance(partial, BlockLists):  # whose gates may have gradients
             return None if is_in_place and native.takes_gates(partial.log_gates, self.scale) else PRODUCTS
@@ -137,15 +168,17 @@ class Work:
             "key": Operand(self.key, self.rows_of_keys),
             "value": Operand(self.value, self.rows_of_keys),
         }
-        masks, device = self.masks, self.query.device
+        masks, terms, device = self.masks, self.terms, self.query.device
         of_keys, of_queries = self.key.shape[:3], self.query.shape[:3]
+        bias = None if terms is None else terms.key_bias
         if masks.hidden is not None:
-            bias = masks.hidden.new_zeros(masks.hidden.shape, dtype=self.dtype).masked_fill_(
-                masks.hidden, float("-inf")
-            )
-            bias = bias.unsqueeze(-1).expand(of_keys) if bias.dim() == 2 else bias
+            hidden = masks.hidden.unsqueeze(-1).expand(of_keys) if masks.hidden.dim() == 2 else masks.hidden
+            bias = hidden.new_zeros(masks.hidden.shape, dtype=self.dtype) if bias is None else bias
+            bias = (bias.unsqueeze(-1) if bias.dim() == 2 else bias).masked_fill(hidden, float("-inf"))
+        if bias is not None:
             found["key_bias"] = Operand(bias, self.rows_of_keys)
-        if masks.seed is not None:
+        has_distances = terms is not None and terms.distance_bias is not None
+        if masks.seed is not None or has_distances:
             sequences = torch.arange(of_queries[0], device=device) + self.first_sequence
             found["sequences"] = Operand(sequences.view(-1, 1, 1).expand(of_queries))
             found["heads"] = Operand(torch.arange(of_queries[2], device=device).expand(of_queries))
@@ -153,6 +186,7 @@ class Work:
             found["query_positions"] = Operand(rows.view(-1, 1).expand(of_queries))
             keys = masks.key_positions
             if keys is None:
+                assert not self.is_remote
                 keys = (torch.arange(of_keys[1], device=device) + masks.key_offset).view(-1, 1)
             found["key_positions"] = Operand(keys.expand(of_keys), self.rows_of_keys)
         return found
@@ -187,8 +221,37 @@ class Work:
     def partial_call(self, partial: AnyPartial, views: PartialViews) -> PartialCall:
         """What a kernel over views computes the partial from."""
         bias, factors = self.bias(partial, views), self.keep_factors(views)
+        terms = None if self.terms is None else self.terms_of(views)
         operands = views["query"], views["key"], views["value"]
-        return PartialCall(*operands, bias, factors, is_causal(partial), self.scale)
+        return PartialCall(*operands, bias, factors, terms, is_causal(partial), self.scale)
+
+    def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> Terms | None:
+        """Terms of the scores of a partial over views; None without any but a bias of keys.
+
+        ``grad_distance_bias [H, distances]``: the gradient of the bias by distance is added to it.
+        """
+        terms = self.terms
+        if terms is None or (terms.distance_bias is None and not terms.softcap):
+            return None
+        if terms.distance_bias is None:
+            return Terms(terms.softcap)
+        distance_bias, last = terms.distance_bias.reshape(-1), terms.distance_bias.shape[1] - 1
+
+        def index(block: ScoreBlock) -> Tensor:
+            heads, rows = (block.of_queries(views[name]).unsqueeze(-1) for name in ("heads", "query_positions"))
+            distances = block.of_keys(views["key_positions"]).unsqueeze(-2) - rows - terms.first_distance
+            # Rows that fill up a block lie at any distance, and count for nothing.
+            return heads * (last + 1) + distances.clamp_(0, last)
+
+        def add_gradient(block: ScoreBlock, grad_scores: Tensor) -> None:
+            assert grad_distance_bias is not None
+            grad_distance_bias.view(-1).index_add_(0, index(block).flatten(), grad_scores.flatten())
+
+        return Terms(
+            terms.softcap,
+            lambda block: distance_bias[index(block)],
+            None if grad_distance_bias is None else add_gradient,
+        )
 
     def keep_factors(self, views: PartialViews) -> KeepFactors | None:
         """Dropout factors of a block of scores; None without dropout."""
@@ -205,6 +268,14 @@ class Work:
             return keep_factors(seed, sequences, heads, rows, keys, masks.dropout_p, self.dtype)
 
         return factors
+
+
+class TermGradients(NamedTuple):
+    """Gradients that are added to: of the bias by distance ``[H, distances]`` and by key ``[B, M, G]``, in the
+    accumulation dtype; None where the call has none."""
+
+    distance_bias: Tensor | None = None
+    key_bias: Tensor | None = None
 
 
 def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = None) -> None:
@@ -224,7 +295,7 @@ def merge_partials(work: Work, out: Operand, lse: Tensor, rest: Tensor | None = 
         kernel = work.kernel(partial, is_pair=rest is not None)
         if kernel is None:
             of_out = native.Origin(out.first_row, out.first_head)
-            native.merge_partial(partial, work.for_native(), out.tensor, lse, of_out=of_out)
+            native.merge_partial(partial, work.for_native(partial), out.tensor, lse, of_out=of_out)
             continue
         assert work.seen_rows is None, "only the native kernels read listed rows"
         operands = operands or {**work.operands(), **merged_into}
@@ -259,13 +330,16 @@ def add_gradients(
     rest: Tensor | None,
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    of_terms: TermGradients | None = None,
 ) -> None:
-    """Add the partials' gradients of query, key and value to ``grads``, and those of log-gates to ``grad_gates``.
+    """Add the partials' gradients of query, key and value to ``grads``, those of log-gates to ``grad_gates``, and those
+    of the terms of the scores to ``of_terms``.
 
     ``out [B, N, H, D]`` and ``lse [B, N, H]`` are merged over all partials of all calls; ``lse`` is +inf in rows
     without a key. With ``rest``, ``(lse, rest)`` is a pair, see :class:`.products.Result`. Sums are in the accumulation
     dtype.
     """
+    of_terms = of_terms or TermGradients()
     names: tuple[Name, ...] = ("grad_query", "grad_key", "grad_value")
     own: Operands = {
         "out": Operand(out),
@@ -275,6 +349,8 @@ def add_gradients(
     }
     if grad_gates is not None:
         own["grad_gates"] = Operand(grad_gates, Rows.BLOCKS, Role.ADDED_TO)
+    if of_terms.key_bias is not None:
+        own["grad_key_bias"] = Operand(of_terms.key_bias, work.rows_of_keys, Role.ADDED_TO)
     if rest is not None:
         own["rest"] = Operand(rest)
     if grad_lse is not None:
@@ -286,27 +362,40 @@ def add_gradients(
             continue
         kernel = work.kernel(partial, is_pair=rest is not None, has_lse_gradient=grad_lse is not None)
         if kernel is None:
+            of_native, grad_line = work.for_native(partial), None
+            if of_terms.distance_bias is not None:
+                assert of_native.terms is not None
+                assert of_native.terms.line is not None
+                grad_line = torch.zeros_like(of_native.terms.line)
             native.add_gradients(
                 partial,
-                work.for_native(),
+                of_native,
                 native.Merged(out, lse, grad_out, grad_lse),
                 [grad.tensor for grad in grads],
                 grad_gates,
+                grad_line=grad_line,
+                grad_key_bias=of_terms.key_bias,
                 of_grad_query=native.Origin(grads[0].first_row, grads[0].first_head),
                 of_grad_keys=native.Origin(grads[1].first_row, grads[1].first_head),
             )
+            if of_terms.distance_bias is not None and grad_line is not None:
+                work.line(partial, of_terms.distance_bias)[0].add_(grad_line)
             continue
         operands = operands or {**work.operands(), **own}
         for views in work.views(partial, operands):
             merged = MergedViews(
                 views["grad_out"], views.get("grad_lse"), views["out"], views["lse"], views.get("rest")
             )
-            *parts, of_bias = kernel.backward(work.partial_call(partial, views), merged, grad_gates is not None)
+            call = work.partial_call(partial, views)._replace(terms=work.terms_of(views, of_terms.distance_bias))
+            needs_bias = grad_gates is not None or of_terms.key_bias is not None
+            *parts, of_bias = kernel.backward(call, merged, needs_bias)
             for name, part in zip(names, parts, strict=True):
                 assert part is not None
                 views.add(name, part)
             if of_bias is not None:
-                views.add("grad_gates", of_bias)
+                for grad in _OF_BIAS:
+                    if grad in own:
+                        views.add(grad, of_bias)
 
 
 def add_weighted(
@@ -353,6 +442,7 @@ def add_weighted(
                 ],
                 work.bias(partial, views),
                 work.keep_factors(views),
+                work.terms_of(views),
                 is_causal=is_causal(partial),
                 scale=work.scale,
                 of_keys=axis != "queries",

@@ -14,6 +14,7 @@ from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
+from .scores import Scores, finished, with_scores
 from .validation import check_call, sequence_first
 
 BlocksImpl = Literal["auto", "native", "aten"]
@@ -36,6 +37,7 @@ def attend_blocks(
     query_offset: int = 0,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    scores: Scores | None = None,
     heads_first: bool | None = None,
     impl: BlocksImpl = "auto",
 ) -> AttentionOutput:
@@ -63,6 +65,7 @@ def attend_blocks(
         query_offset: absolute position of the first query row; the first key row is position 0.
         key_padding_mask: bool ``[B, M]``, True = ignore, exactly as if the key were absent.
         dropout_p: as in :func:`attend`; ``lse`` is computed before dropout.
+        scores: as in :func:`attend`; gates are added after the cap.
         heads_first: as in :func:`attend`.
         impl: ``"native"`` (kernels of this package, x86-64 CPUs; heads up to 256 wide, not in float64), ``"aten"``
             (matrix products of PyTorch, any device) or ``"auto"``: ``"native"`` where that can run and a key block has
@@ -90,7 +93,7 @@ def attend_blocks(
         key,
         value,
         log_gates,
-        blocks,
+        blocks=blocks,
         key_padding_mask=key_padding_mask,
         block_sizes=(block_size, query_block_size),
         is_causal=is_causal,
@@ -99,15 +102,16 @@ def attend_blocks(
         dropout_p=dropout_p,
     )
     check_call(call)
+    if scores is not None:
+        call = with_scores(call, scores)
     for watch in WATCHERS:
         watch(call)
     query, key, value = cast_by_autocast(query, key, value)
     chosen = IMPLEMENTATIONS[_chosen(impl, query, block_size)]
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     query, scale = with_positive_scale(query, scale)
-    out, lse = chosen.attend(
-        call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
-    )
+    call = call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
+    out, lse = finished(*chosen.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.masks import Masks
+from dilated_attention_pytorch.kernels.masks import Masks, ScoreTerms
 from dilated_attention_pytorch.plan.block_lists import BlockLists
 from dilated_attention_pytorch.plan.planner import CallShape, Tile, plan, tile_size
 from dilated_attention_pytorch.precision import accumulation_dtype
@@ -16,7 +17,7 @@ from dilated_attention_pytorch.precision import accumulation_dtype
 from .call import Call
 from .merge import without_infinities
 from .operands import Role, Rows
-from .partials import Work, add_gradients, add_weighted, merge_partials
+from .partials import TermGradients, Work, add_gradients, add_weighted, merge_partials
 from .validation import check_documents, documents_of
 
 _NO_BOUND = 1 << 62
@@ -81,16 +82,23 @@ def _works(call: Call, *, is_backward: bool = False, is_pair: bool = False) -> I
     assert not isinstance(call.query_offset, Tensor)
     ratio = query.shape[2] // key.shape[2]
     of_masks = (call.dropout_seed, call.dropout_p, call.query_offset, call.key_offset)
+    terms = None
+    if call.softcap or call.distance_bias is not None or call.key_bias is not None:
+        first_distance = call.key_offset - call.query_offset - query.shape[1] + 1
+        terms = ScoreTerms(call.softcap, call.distance_bias, first_distance, call.key_bias)
     for tile in tiles:
         if step >= query.shape[0]:
             masks = Masks(hidden, *of_masks)
-            yield Work(tile.partials, query, key, value, ratio, call.scale, call.impl, masks, 0, tile)
+            yield Work(tile.partials, query, key, value, ratio, call.scale, call.impl, masks, 0, tile, terms=terms)
             continue
         for start in range(0, query.shape[0], step):
             some = slice(start, start + step)
             masks = Masks(None if hidden is None else hidden[some], *of_masks)
             operands = (query[some], key[some], value[some], ratio, call.scale)
-            yield Work(tile.partials, *operands, call.impl, masks, start, tile)
+            of_some = terms
+            if terms is not None and terms.key_bias is not None:
+                of_some = replace(terms, key_bias=terms.key_bias[some])
+            yield Work(tile.partials, *operands, call.impl, masks, start, tile, terms=of_some)
 
 
 def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -101,7 +109,7 @@ def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     :class:`.products.Result`.
     """
     query = call.query
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.zeros((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=accumulation_dtype(query.dtype), device=query.device)
     for work in _works(call, is_pair=rest is not None):
         accumulator = work.accumulator(out, Rows.QUERY, Role.MERGED_INTO)
@@ -114,13 +122,19 @@ def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
 def backward(
     call: Call, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, rest: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and, if given, log-gates, from the merged output and log-sum-exp alone.
+    """Gradients of :attr:`.Call.leaves` from the merged output and log-sum-exp alone.
 
     With ``rest``, ``(lse, rest)`` is the pair computed by :func:`forward`.
     """
     operands = ((call.query, Rows.QUERY), (call.key, Rows.KEY), (call.value, Rows.KEY))
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x, _ in operands]
     of_gates = None if call.log_gates is None else torch.zeros_like(call.log_gates, dtype=call.dtype)
+    of_terms = TermGradients(
+        *(
+            None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            for x in (call.distance_bias, call.key_bias)
+        )
+    )
     lse = without_infinities(lse)
     for work in _works(call, is_backward=True, is_pair=rest is not None):
         accumulators = [
@@ -136,13 +150,14 @@ def backward(
             of_rest,
             work.of_batch(grad_out),
             of_grad_lse,
+            of_terms._replace(key_bias=None if of_terms.key_bias is None else work.of_batch(of_terms.key_bias)),
         )
         for accumulator, grad in zip(accumulators, grads, strict=True):
             if accumulator.tensor.dtype != grad.dtype:
                 work.store(accumulator, grad)
-    if call.log_gates is None or of_gates is None:
-        return tuple(grads)
-    return *grads, of_gates.to(call.log_gates.dtype)
+    if call.log_gates is not None and of_gates is not None:
+        grads.append(of_gates.to(call.log_gates.dtype))
+    return *grads, *(grad for grad in of_terms if grad is not None)
 
 
 def weighted_sum(

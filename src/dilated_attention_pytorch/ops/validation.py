@@ -164,9 +164,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(
                 f"query, key and value must be on one device: query is on {query.device}, got {name} on {tensor.device}"
             )
-    if key.shape != value.shape:
+    if key.shape[:3] != value.shape[:3] or value.shape[3] == 0:
         raise ValueError(
-            f"key and value must have one shape [B, M, G, D]: key is {tuple(key.shape)}, got value {tuple(value.shape)}"
+            "key and value must have one shape [B, M, G] before their widths, which may differ and are at least 1: key "
+            f"is {tuple(key.shape)}, got value {tuple(value.shape)}"
         )
     batch_size, _, num_heads, head_dim = query.shape
     key_batch_size, _, num_kv_heads, key_head_dim = key.shape

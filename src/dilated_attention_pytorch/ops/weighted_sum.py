@@ -86,6 +86,7 @@ class WeightedSum(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         lse, values, call, factors = _saved(ctx.saved_tensors, ctx.options)
+        refuse_terms(call)
         if grad is None:
             return (None,) * (3 + _SIZE + 3 * len(factors))
         # The multiplier of each pair's term in <sum, gradient>.
@@ -132,6 +133,7 @@ class WeightedSum(Function):
     @nestable
     def jvp(ctx: Any, saved: list[Any], *tangents: Any) -> Tensor:
         lse, values, call, factors = _saved(saved, ctx.options)
+        refuse_terms(call)
         _, of_lse, of_values, of_query, of_key, _, of_gates, *_ = tangents
 
         def total(values: Tensor | None, factors: list[Factor]) -> Tensor:
@@ -153,7 +155,20 @@ class WeightedSum(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return by_sequence(WeightedSum, info.batch_size, in_dims, inputs)
+        return by_sequence(WeightedSum, 3, info.batch_size, in_dims, inputs)
+
+
+def refuse_terms(call: Call) -> None:
+    """Raise if derivatives other than the gradient are taken through terms of the scores.
+
+    Raises:
+        NotImplementedError: the scores have a cap or a bias.
+    """
+    if call.has_terms:
+        raise NotImplementedError(
+            "scores with a softcap, slopes, distance_bias or key_bias have gradients, but no second or forward-mode "
+            'derivatives: attend with impl="reference", which is dense, or leave these terms out (sinks have all)'
+        )
 
 
 def _saved(tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, Tensor | None, Call, list[Factor]]:
@@ -162,15 +177,19 @@ def _saved(tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Tensor, Tens
 
 
 def by_sequence(
-    function: type[Function], size: int, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]
+    function: type[Function], before: int, size: int, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """Batching rule: ``function`` over ``size`` calls as one call over more sequences.
 
     Operands without a batch dimension (document boundaries, the dropout seed, which counts the sequences) have fewer
-    than two dimensions. If one of them differs between the calls, or dropout is on, the calls run one after another.
+    than two dimensions. If one of them differs between the calls, or dropout is on, the calls run one after another;
+    so they do with a bias by distance. ``before``: number of inputs before those of the call.
     """
     tensors = [(x, dim) for x, dim in zip(inputs, in_dims, strict=True) if isinstance(x, Tensor)]
-    if any(x.dim() - (dim is not None) == 0 or (x.dim() == 2 and dim is not None) for x, dim in tensors):
+    has_distance_bias = inputs[before + Call._fields.index("distance_bias")] is not None
+    if has_distance_bias or any(
+        x.dim() - (dim is not None) == 0 or (x.dim() == 2 and dim is not None) for x, dim in tensors
+    ):
         results = [
             function.apply(
                 *(

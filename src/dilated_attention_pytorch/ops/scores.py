@@ -1,0 +1,193 @@
+"""What is done to the scores of attention besides the scale: caps, biases and sinks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.precision import accumulation_dtype
+
+from .call import Call
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Terms of the scores: a cap, biases by distance and by key, and a sink in the denominator.
+
+        s[p, t] = cap(scale q[p] . k[t]) + b_h(t - p) + e[t],    cap(x) = softcap tanh(x / softcap),
+        O[p] = sum_t c exp(s) v[t] / (exp(sink_h) + sum_t c exp(s)),    L[p] = log(exp(sink_h) + sum_t c exp(s))
+
+    for query head h and the count c of the pattern. Positions p and t are absolute; in a packed document their
+    difference is the same. Gradients reach the tensors: all are exact, also through the log-sum-exp. No tensor grows
+    with N M: a bias by distance takes H (N + M - 1) numbers. An argument that is None adds nothing.
+
+    Args:
+        softcap: cap of the scaled scores, positive (Gemma 2, arXiv 2408.00118).
+        sinks: ``[H]``, logits of a key with value 0 that every query of the head sees (gpt-oss, arXiv 2508.10925). A
+            row without a key has output 0 and ``L = sink_h``.
+        slopes: ``[H]``, bias ``-slope_h |t - p|`` (ALiBi, arXiv 2108.12409).
+        distance_bias: ``[H, 2 W + 1]``, bias ``distance_bias[h, clamp(t - p, -W, W) + W]``; see :meth:`t5`.
+        key_bias: ``[B, M]`` or ``[B, M, G]``, bias of every key, per sequence and key/value head; finite. Hide keys by
+            ``key_padding_mask``.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type, shape or range.
+
+    >>> from dilated_attention_pytorch.ops import Scores
+    >>> q = k = v = torch.randn(1, 100, 4, 8)
+    >>> scores = Scores(softcap=50.0, sinks=torch.zeros(4), slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]))
+    >>> attend(q, k, v, DilatedPattern([16, 64], [1, 4]), is_causal=True, scores=scores).shape
+    torch.Size([1, 100, 4, 8])
+    """
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    distance_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        cap = self.softcap
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0.0 < cap < math.inf):
+            raise ValueError(f"softcap must be a positive number, or None for no cap, got {cap!r}")
+        for name, dims, shape in (
+            ("sinks", (1,), "[H]"),
+            ("slopes", (1,), "[H]"),
+            ("distance_bias", (2,), "[H, 2 W + 1]"),
+            ("key_bias", (2, 3), "[B, M] or [B, M, G]"),
+        ):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{name} must be a floating tensor {shape}, got {kind}")
+            if tensor.dim() not in dims:
+                raise ValueError(f"{name} must have the shape {shape}, got {list(tensor.shape)}")
+        if self.distance_bias is not None and self.distance_bias.shape[1] % 2 == 0:
+            raise ValueError(
+                "distance_bias must have the shape [H, 2 W + 1], for the distances -W to W, got "
+                f"{list(self.distance_bias.shape)}"
+            )
+
+    @classmethod
+    def t5(cls, table: Tensor, max_distance: int = 128, *, is_bidirectional: bool) -> Scores:
+        """The relative position bias of T5 (arXiv 1910.10683), from its table of buckets.
+
+        Args:
+            table: ``[buckets, H]``, such as the weight of T5's ``relative_attention_bias``.
+            max_distance: all larger distances share the last bucket.
+            is_bidirectional: half of the buckets are for keys after the query, as in T5's encoder; in its decoder,
+                all are for keys up to the query.
+
+        >>> Scores.t5(torch.randn(32, 8), is_bidirectional=True).distance_bias.shape
+        torch.Size([8, 257])
+        """
+        if not isinstance(table, Tensor) or table.dim() != 2:
+            shape = list(table.shape) if isinstance(table, Tensor) else type(table).__name__
+            raise ValueError(f"table must be a tensor [buckets, H], got {shape}")
+        buckets = table.shape[0]
+        sides = 2 if is_bidirectional else 1
+        exact = buckets // sides // 2
+        if buckets % (2 * sides) or exact == 0 or max_distance <= exact:
+            raise ValueError(
+                f"table must have a multiple of {2 * sides} buckets, and max_distance more than {exact} positions, got "
+                f"{buckets} buckets and max_distance {max_distance}"
+            )
+        distance = torch.arange(-max_distance, max_distance + 1, device=table.device)
+        behind = distance.abs() if is_bidirectional else (-distance).clamp(min=0)
+        # Half of the buckets hold one distance each, the others cover logarithmically growing ranges.
+        far = torch.log(behind.float().clamp(min=1) / exact) / math.log(max_distance / exact) * exact
+        bucket = torch.where(behind < exact, behind, (exact + far.long()).clamp(max=buckets // sides - 1))
+        if is_bidirectional:
+            bucket = bucket + (distance > 0) * (buckets // 2)
+        return cls(distance_bias=table[bucket].T)
+
+
+def with_scores(call: Call, scores: Scores) -> Call:
+    """A checked call with the terms of its scores as the kernels take them.
+
+    Raises:
+        TypeError, ValueError: ``scores`` does not fit the call.
+    """
+    _check(call, scores)
+    key_bias, dtype = scores.key_bias, call.dtype
+    if key_bias is not None:
+        key_bias = key_bias.unsqueeze(-1) if key_bias.dim() == 2 else key_bias
+        key_bias = key_bias.to(dtype).expand(*call.key.shape[:3])
+    distance_bias, shift = _by_distance(call, scores)
+    return call._replace(
+        distance_bias=distance_bias,
+        key_bias=key_bias,
+        softcap=0.0 if scores.softcap is None else float(scores.softcap),
+        sinks=scores.sinks,
+        shift=shift,
+    )
+
+
+def finished(out: Tensor, lse: Tensor, sinks: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The results of an operator, ``L + shift``, with the sinks ``[H]`` in the denominator.
+
+    ``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``.
+    """
+    if shift is not None:
+        lse = lse + shift
+    if sinks is None:
+        return out, lse
+    sinks = sinks.to(lse.dtype)
+    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+def _by_distance(call: Call, scores: Scores) -> tuple[Tensor | None, Tensor | None]:
+    """The bias by distance as in :class:`.Call`, and what was subtracted from it."""
+    if scores.slopes is None and scores.distance_bias is None:
+        return None, None
+    num_queries, num_keys = call.query.shape[1], call.key.shape[1]
+    first = 1 - num_queries + call.key_offset - call.query_offset
+    distance = torch.arange(num_queries + num_keys - 1, device=call.query.device) + first
+    parts = []
+    if scores.slopes is not None:
+        parts.append(-scores.slopes.to(call.dtype).unsqueeze(1) * distance.abs())
+    if scores.distance_bias is not None:
+        most = scores.distance_bias.shape[1] // 2
+        parts.append(scores.distance_bias.to(call.dtype)[:, distance.clamp(-most, most) + most])
+    bias = parts[0] + parts[1] if len(parts) == 2 else parts[0].contiguous()
+    if isinstance(first, Tensor) or first <= 0 <= first + num_queries + num_keys - 2 or bias.numel() == 0:
+        return bias, None
+    # All keys are far, and a score would be rounded to the digits of a large bias: it is taken relative to the nearest.
+    shift = bias[:, 0 if first > 0 else -1].detach()
+    return bias - shift.unsqueeze(1), shift
+
+
+def _check(call: Call, scores: Scores) -> None:
+    if not isinstance(scores, Scores):
+        raise TypeError(
+            f"scores must be dilated_attention_pytorch.ops.Scores(...) or None, got {type(scores).__name__}"
+        )
+    batch, num_keys, kv_heads = call.key.shape[:3]
+    heads, dtype = call.query.shape[2], accumulation_dtype(call.query.dtype)
+    allowed: dict[str, list[list[int]]] = {
+        "sinks": [[heads]],
+        "slopes": [[heads]],
+        "key_bias": [[batch, num_keys], [batch, num_keys, kv_heads], [1, num_keys], [batch, num_keys, 1]],
+    }
+    for name in ("sinks", "slopes", "distance_bias", "key_bias"):
+        tensor = getattr(scores, name)
+        if tensor is None:
+            continue
+        if tensor.device != call.query.device:
+            raise ValueError(f"{name} of scores must be on query's device {call.query.device}, got {tensor.device}")
+        if tensor.dtype == torch.float64 and dtype != torch.float64:
+            raise TypeError(
+                f"{name} of scores must not be float64 for scores in {dtype}: convert with {name}.to({dtype})"
+            )
+        shape = list(tensor.shape)
+        if name == "distance_bias":
+            if shape[0] != heads:
+                raise ValueError(f"distance_bias of scores must be [H = {heads}, 2 W + 1], got {shape}")
+        elif shape not in allowed[name]:
+            expected = "[H]" if name != "key_bias" else "[B, M] or [B, M, G]"
+            raise ValueError(f"{name} of scores must be {expected} = {allowed[name][0]}, got {shape}")
