@@ -9,6 +9,7 @@ from torch import nn
 from dilated_attention_pytorch.integrations.parts import NotReplaceable
 
 from .big_bird import BigBirdReplacement
+from .long_t5 import LongT5Replacement
 from .longformer import LongformerReplacement
 from .pegasus_x import PegasusXReplacement
 
@@ -16,6 +17,8 @@ _REPLACEMENTS = {
     "big_bird.modeling_big_bird.BigBirdAttention": BigBirdReplacement,
     "bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusEncoderAttention": BigBirdReplacement,
     "led.modeling_led.LEDEncoderSelfAttention": LongformerReplacement,
+    "longt5.modeling_longt5.LongT5LocalAttention": LongT5Replacement,
+    "longt5.modeling_longt5.LongT5TransientGlobalAttention": LongT5Replacement,
     "longformer.modeling_longformer.LongformerSelfAttention": LongformerReplacement,
     "pegasus_x.modeling_pegasus_x.PegasusXGlobalLocalAttention": PegasusXReplacement,
 }
@@ -24,13 +27,13 @@ _REPLACEMENTS = {
 def replace_sparse_attention(model: nn.Module) -> tuple[str, ...]:
     """Replace the sparse attention layers of a transformers model in place, with equal results and linear memory.
 
-    The models are Longformer, LED, BigBird, BigBird-Pegasus and Pegasus-X, and those with an encoder of these. Each
-    layer keeps its pattern, its masks and its dropout rate. The replacements hold the same submodule objects under the
-    same names: state dicts are interchangeable and existing optimizers stay valid. Other attention of the model, such
-    as a decoder's, is unchanged. All layers are checked before the first is replaced.
+    The models are Longformer, LED, BigBird, BigBird-Pegasus, LongT5 and Pegasus-X, and those with an encoder of these.
+    Each layer keeps its pattern, its masks and its dropout rate. The replacements hold the same submodule objects
+    under the same names: state dicts are interchangeable and existing optimizers stay valid. Other attention of the
+    model, such as a decoder's, is unchanged. All layers are checked before the first is replaced.
 
-    Outputs and gradients equal the original's up to rounding, except that dropout draws other random numbers. Rows of
-    padding may differ.
+    Outputs and gradients equal the original's up to rounding, except that dropout draws other random numbers, and that
+    LongT5's rows of padding have other values.
 
     Args:
         model: changed in place.
@@ -70,8 +73,8 @@ def replace_sparse_attention(model: nn.Module) -> tuple[str, ...]:
     if not replacements:
         raise ValueError(
             f"nothing was replaced: {type(model).__name__} has no sparse attention layer of Longformer, LED's encoder, "
-            "BigBird, BigBird-Pegasus or Pegasus-X; for another model of transformers use set_pattern, for plain "
-            "PyTorch replace_attention"
+            "BigBird, BigBird-Pegasus, LongT5 or Pegasus-X; for another model of transformers use set_pattern, for "
+            "plain PyTorch replace_attention"
         )
     for name, module in replacements.items():
         model.set_submodule(name, module)
