@@ -61,9 +61,15 @@ class BigBirdReplacement(nn.Module):
             attention_mask: under ``original_full`` None or ``[B, 1, N, N]`` with equal rows, negative for padding.
             from_mask, to_mask: under ``block_sparse`` ``[B, 1, N, 1]`` and ``[B, 1, 1, N]``, 0 for padding.
             output_attentions: must be False.
-            options: arguments that the replaced layer reads in decoders only, or derives from ``to_mask``.
+            options: masks that follow from ``to_mask``, and what only a decoder has, which must be None.
         """
         check_no_weights("BigBird layer", output_attentions or self.config.output_attentions)
+        for name in ("encoder_hidden_states", "past_key_values"):
+            if options.get(name) is not None:
+                raise NotImplementedError(
+                    f"{name} must be None in a replaced BigBird layer, which is an encoder's, got "
+                    f"{type(options[name]).__name__}"
+                )
         layer = self.self
         q, k, v = (
             project(hidden_states).unflatten(-1, (layer.num_attention_heads, -1))
