@@ -1,8 +1,9 @@
 """What a model must give under a pattern, by dense attention of a dozen lines that shares nothing with the engine.
 
-``attn_implementation="dense counts"`` is one softmax over ``scale q.k + mask + log c``; the counts c come from the
-definition of a dilated pattern, pair by pair. What the mask forbids stays forbidden, and a mask with a window of its
-own takes no counts.
+``attn_implementation="dense counts"`` is one softmax over ``scale q.k + mask + log c``, with the model's cap, bias and
+sinks; the counts c come from the definition of a dilated pattern, pair by pair. What the mask forbids stays forbidden,
+and a mask with a window of its own takes no counts. A mask of documents counts the positions of each anew. The same is
+added to the scores of modules that take a softmax themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+
+from .inputs import ROWS
 
 NAME = "dense counts"
 LENGTHS, RATES = (8, 64), (1, 3)
@@ -58,6 +63,9 @@ def dense_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' attention functions: ``[B, H, N, D]`` in, ``[B, N, H, D]`` out."""
@@ -65,6 +73,10 @@ def dense_attention(
     num_kv_heads = key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
     seen = torch.ones(1, 1, length, columns, dtype=torch.bool)
     if attention_mask is not None:
         mask = attention_mask[..., :columns]
@@ -76,15 +88,51 @@ def dense_attention(
     elif STATE.causal_without_mask and getattr(module, "is_causal", True) and length > 1:
         seen = torch.ones(length, columns, dtype=torch.bool).tril()[None, None]
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    # Another length is another sequence, whose keys have no positions in the pattern.
-    own = length == columns and sliding_window is None and not _has_window(seen[0, 0])
-    STATE.calls.append("self" if own else "window" if length == columns else "cross")
-    if own and STATE.with_counts:
-        if (num_kv_heads, length) not in _COUNTS:
-            _COUNTS[num_kv_heads, length] = counts(num_kv_heads, length)
-        scores = scores + _COUNTS[num_kv_heads, length].log().repeat_interleave(groups, dim=0).to(scores.dtype)
-    out = scores.softmax(dim=-1) @ value
+    has_window = sliding_window is not None or _is_chunked(module)
+    is_cross = length != columns or sys._getframe(1).f_locals.get("is_cross_attention", False)
+    added = log_counts(seen, num_kv_heads, is_cross=is_cross, has_window=has_window).to(scores.dtype)
+    scores = scores + (added.repeat_interleave(groups, dim=0) if added.shape[1] > 1 else added)
+    if s_aux is not None:  # a key of value 0 that every query sees
+        sinks = s_aux.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores, value = torch.cat([scores, sinks], dim=3), functional.pad(value, (0, 0, 0, 1))
+    out = torch._softmax(scores, -1, False) @ value  # no function of _SOFTMAX_FUNCTIONS, which count as well
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_chunked(module: nn.Module) -> bool:
+    """Whether a layer has chunks of its own in place of the pattern, as in Llama 4."""
+    types, layer = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    return types is not None and layer is not None and layer < len(types) and "chunked" in types[layer]
+
+
+def log_counts(seen: Tensor, num_heads: int, *, is_cross: bool, has_window: bool) -> Tensor:
+    """What is added to scores of which the mask lets ``seen [B or 1, 1, N, M]`` through, ``[H, N, N]`` or 0."""
+    length = seen.shape[2]
+    starts = _documents(seen[0, 0])
+    # Another length is another sequence, whose keys have no positions in the pattern.
+    own = not is_cross and not has_window and (starts is not None or not _has_window(seen[0, 0]))
+    STATE.calls.append("self" if own else "cross" if is_cross else "window")
+    if not own or not STATE.with_counts:
+        return torch.zeros(1, 1, 1)
+    if (num_heads, length) not in _COUNTS:
+        _COUNTS[num_heads, length] = counts(num_heads, length)
+    if starts is None:
+        return _COUNTS[num_heads, length].log()
+    own_positions = torch.arange(length) - starts
+    return _COUNTS[num_heads, length][:, own_positions][:, :, own_positions].log()
+
+
+def _documents(seen: Tensor) -> Tensor | None:
+    """The first row of every row's document, where the mask is of several that see all or the past of themselves."""
+    length = seen.shape[0]
+    if seen.shape[0] != seen.shape[1] or length < 2:
+        return None
+    rows = torch.arange(length)
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), ~seen.diagonal(offset=-1)])
+    starts = torch.where(begins, rows, 0).cummax(dim=0).values
+    same = starts[:, None] == starts
+    is_of_documents = bool((seen == same).all()) or bool((seen == same.tril()).all())
+    return starts if is_of_documents and 1 < int(begins.sum()) < length else None
 
 
 def _has_window(seen: Tensor) -> bool:
@@ -92,6 +140,78 @@ def _has_window(seen: Tensor) -> bool:
     if seen.shape[0] != seen.shape[1]:
         return False
     return not bool(seen.tril().eq(torch.ones_like(seen).tril()).all())
+
+
+class CountsInSoftmax(TorchFunctionMode):
+    """Adds the counts where a module that does not come to :func:`dense_attention` takes the softmax of its scores."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._stack: list[nn.Module] = []
+        self._kv_heads: dict[tuple[int, ...], int] = {}
+        self._configs = dict(_configs(model, None))
+        self._handles = [
+            handle
+            for module in (model.modules() if NAME in self._configs.values() else ())
+            for handle in (
+                module.register_forward_pre_hook(lambda module, _: self._stack.append(module)),
+                module.register_forward_hook(self._end, always_call=True),
+            )
+        ]
+
+    def _end(self, *_: Any) -> None:
+        self._stack.pop()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SOFTMAX_FUNCTIONS and self._is_own(args[0]):
+            scores = args[0]
+            hidden = scores <= -1e4
+            seen = ~hidden.flatten(0, -3)[:1, None] if scores.dim() > 2 else ~hidden[None, None]
+            heads = scores.shape[1] if scores.dim() == 4 else scores.shape[0] // ROWS
+            num_kv_heads = self._kv_heads.get(tuple(scores.shape), heads)
+            added = log_counts(seen, num_kv_heads, is_cross=False, has_window=False).to(scores.dtype)
+            if added.shape[1] > 1:
+                added = added.repeat_interleave(heads // num_kv_heads, dim=0)
+            if scores.dim() == 3 and len(added) == heads:
+                added = added.repeat(ROWS, 1, 1)
+            args = (scores + added, *args[1:])
+        out = func(*args, **kwargs)
+        if func in _PRODUCTS and args[1].dim() == 4:
+            self._kv_heads[tuple(out.shape)] = args[1].shape[1]
+        return out
+
+    def _is_own(self, scores: Any) -> bool:
+        names = [type(module).__name__ for module in self._stack[-3:]]
+        if not isinstance(scores, Tensor) or scores.dim() < 3 or scores.shape[-1] != scores.shape[-2]:
+            return False
+        if scores.shape[-1] < 2 or not any("ttention" in name or "attn" in name.casefold() for name in names):
+            return False
+        if any("Cross" in name or "Pool" in name for name in names) or not self._stack:
+            return False
+        return self._configs.get(self._stack[-1]) == NAME
+
+
+def _configs(module: nn.Module, implementation: str | None) -> Iterator[tuple[nn.Module, str | None]]:
+    """Every module with the attention implementation of the nearest configuration."""
+    config = vars(module).get("config")
+    if config is not None:
+        implementation = getattr(config, "_attn_implementation", None)
+    yield module, implementation
+    for child in module.children():
+        yield from _configs(child, implementation)
+
+
+def enter_tables(kind: Any) -> None:
+    """Let models that look their class of attention up by name find that of "eager" under :data:`NAME`."""
+    for value in vars(sys.modules[kind.__module__]).values():
+        if isinstance(value, dict) and isinstance(value.get("eager"), type):
+            value.setdefault(NAME, value["eager"])
 
 
 def register_reference() -> None:
@@ -134,6 +254,8 @@ class Site:
     """What the nearest configuration asks for."""
 
 
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_SOFTMAX_FUNCTIONS = (torch.softmax, functional.softmax, Tensor.softmax)
 _SOFTMAX = ("_softmax", "_safe_softmax", "_scaled_dot_product")
 
 

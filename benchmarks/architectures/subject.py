@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .inputs import candidates
 from .kinds import Kind, config_classes_of, model_class
+from .reference import CountsInSoftmax, enter_tables
 from .sizes import PARAMETERS, number_of_parameters, small_config
 from .special import CHANGES
 
@@ -63,6 +64,7 @@ def _config(kind: Kind, level: str) -> Any:
 
 def _build(kind: Kind, config: Any, attention: Any, dtype: torch.dtype | None) -> Any:
     seed()
+    enter_tables(model_class(kind))
     model = model_class(kind)._from_config(config, attn_implementation=attention)
     return model if dtype is None else model.to(dtype)
 
@@ -181,7 +183,7 @@ def seed() -> None:
 def call(model: Any, inputs: dict[str, Any], *, grad: bool = False) -> list[Tensor]:
     """What the model gives: every tensor of numbers but the caches. Inputs that it changes are made by functions."""
     seed()
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), CountsInSoftmax(model):
         out = model(**{name: value(model) if callable(value) else value for name, value in inputs.items()})
     return list(_tensors(out))
 

@@ -13,6 +13,7 @@ import torch
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.installation import install_command
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
+from dilated_attention_pytorch.integrations.transformers import attention
 from integrations.tiny_models import PATTERN, draw, tiny
 
 register()
@@ -86,9 +87,23 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weights": (
         lambda: model()(TOKENS, output_attentions=True), NotImplementedError, "output_attentions: the N x N weights",
     ),
-    "mask of pairs": (
-        lambda: model()(TOKENS, attention_mask=torch.ones(2, 1, 12, 12).bool()), NotImplementedError,
-        r"mask of its own for every pair of tokens is not honoured, got torch.bool of shape \(2, 1, 12, 12\)",
+    "mask of other pairs": (
+        lambda: model()(TOKENS, attention_mask=(torch.ones(2, 1, 12, 12).tril() > torch.eye(12).roll(3, 0))),
+        NotImplementedError, "LlamaAttention is none of them: in row 0 of the batch query 3 does not see key 0",
+    ),
+    "mask of every head": (
+        lambda: model()(TOKENS, attention_mask=torch.ones(2, 6, 12, 12).tril().cumsum(1) > 1), NotImplementedError,
+        "a mask that differs between heads",
+    ),
+    "bias of every pair": (
+        lambda: model()(TOKENS, attention_mask=-torch.ones(2, 1, 12, 12)), NotImplementedError,
+        "neither 0 nor at most -10000",
+    ),
+    "mask of three dimensions": (
+        lambda: attention.dilated_attention_forward(
+            model().model.layers[0].self_attn, *torch.randn(3, 1, 3, 12, 8), torch.ones(2, 12, 12).bool()
+        ),
+        NotImplementedError, r"got torch.bool of shape \(2, 12, 12\) in LlamaAttention",
     ),
     "padding between tokens in a bounded cache": (
         lambda: padded_between(), NotImplementedError, "2 runs in row 1",

@@ -78,11 +78,7 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
-    impl = IMPLEMENTATIONS[implementation_of(call.impl, query, call.pattern)]
-    if impl.name == "native" and (
-        call.softcap or call.distance_bias is not None or call.key_bias is not None or query.shape[3] != value.shape[3]
-    ):
-        impl = IMPLEMENTATIONS["aten"]  # TEMPORARY, until the native kernels take terms
+    impl = IMPLEMENTATIONS[implementation_of(call.impl, query, value, call.pattern)]
     if isinstance(call.query_offset, Tensor) and not impl.takes_offset_tensor:
         raise NotImplementedError(
             f'impl="{impl.name}" plans a call on the host and needs the value of query_offset, got a tensor: pass '

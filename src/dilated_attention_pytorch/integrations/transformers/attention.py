@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilated_attention_pytorch.models.longnet import check_equal_boundaries
-from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops import Scores, attend
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.precision import cast_by_autocast
-from dilated_attention_pytorch.tracing import constant_of_graph, require
+from dilated_attention_pytorch.tracing import require
 
 from .bounded import cache_of
 from .cached import attend_cached
 from .config import check_no_window, layer_pattern
-from .documents import is_causal_seal, is_packed_seal, is_seal, is_unread, unseal
-from .layers import is_causal_without_mask, note_attended
+from .distances import is_without_bias
+from .documents import is_causal_seal, is_seal, is_unread, unseal
+from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended
+from .visibility import Visibility, both, visibility_of
 
 _PASSED_BY = frozenset(
     {
@@ -62,10 +65,7 @@ _PASSED_BY = frozenset(
 to compute attention. transformers has no list of them; a test compares this one with its sources."""
 
 _REFUSED = {
-    "softcap": "capped scores cap * tanh(s / cap), as in Gemma 2, are not computed",
-    "position_bias": "learned biases of the scores, as in T5, are not computed",
-    "s_aux": "attention sinks, as in gpt-oss, are not computed",
-    "sinks": "attention sinks, as in Inkling 2, are not computed",
+    "sinks": "attention sinks that differ between queries, as in Inkling 2, are not computed",
     "block_indices": "keys are chosen by content, as in MiniMax M3, and a pattern goes by positions",
     "indices": "keys are chosen by content, as in DeepSeek V3.2, and a pattern goes by positions",
     "cache": "paged caches of continuous batching hold no sequence of rows",
@@ -88,6 +88,9 @@ def dilated_attention_forward(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention under the layer's pattern, with the signature of transformers' attention functions.
@@ -95,32 +98,112 @@ def dilated_attention_forward(
     Args:
         module: the attention layer; its configuration holds the pattern.
         query: ``[B, H, N, D]``.
-        key, value: ``[B, G, M, D]``, cached and new rows.
-        attention_mask: from :func:`documents_mask`.
+        key, value: ``[B, G, M, D]``, ``[B, G, M, Dv]``, cached and new rows.
+        attention_mask: from :func:`documents_mask`, or of every pair, see :func:`visibility_of`.
         dropout: probability of dropping a merged probability.
         scaling: scale of the scores; None = ``1 / sqrt(D)``.
         is_causal: overrides the module's attribute; a mask overrides both.
         sliding_window: size of the layer's own window, in tokens.
         position_ids: ``[B, N]``, checked for packed rows that the mask does not cover.
         cu_seq_lens_q, cu_seq_lens_k: int32 boundaries of the documents of one packed row, instead of a mask.
+        softcap: cap of the scaled scores; see :class:`Scores`.
+        s_aux: ``[H]``, sinks of the heads; see :class:`Scores`.
+        position_bias: ``[H, 2 W + 1]`` by distance, from :func:`bias_by_distance`.
         options: arguments of other implementations; any that may affect attention raises.
 
     Returns:
-        ``[B, N, H, D]``, and None for the weights, which are never formed.
+        ``[B, N, H, Dv]``, and None for the weights, which are never formed.
 
     Raises:
         NotImplementedError, ValueError, TypeError: an unsupported or invalid argument; the message names it.
     """
     note_attended(module)
     _check_options(options)
-    bounded = cache_of(key)
-    mask, num_columns = None, key.shape[2]
-    if attention_mask is not None:
-        mask, num_columns = _checked_mask(attention_mask), attention_mask.shape[3]
+    scores = _scores(module, softcap, s_aux, position_bias)
+    rule = None
+    is_cross = keys_are_of_another(module) and not (attention_mask is not None and is_causal_seal(attention_mask))
+    if attention_mask is not None and not is_cross:
+        rule = visibility_of(attention_mask, query.shape[2], type(module).__name__)
         # Some models pass is_causal=False with a mask, because a dense mask would be causal itself.
-        is_causal = is_causal_seal(attention_mask)
+        is_causal = rule.is_causal
     elif is_causal is None:
         is_causal = is_causal_without_mask(module)
+    if is_cross:
+        return _plain_attention(query, key, value, attention_mask, dropout, scaling, scores), None
+    if cu_seq_lens_k is not None and cu_seq_lens_q is not None and layer_of(module)[1] in (None, 0):
+        # Once for all layers, as it synchronises.
+        check_equal_boundaries("cu_seq_lens_q and cu_seq_lens_k", cu_seq_lens_q, cu_seq_lens_k)
+    return _attend(
+        module,
+        query,
+        key,
+        value,
+        rule,
+        scaling,
+        dropout,
+        scores,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        position_ids=position_ids,
+        boundaries=cu_seq_lens_q,
+    ), None
+
+
+def attend_written_out(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Sequence[Tensor],
+    slopes: Tensor | None,
+    dropout: float,
+    scaling: float,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """The attention of a module that computes its own, see :func:`write_under_pattern`; shapes as above.
+
+    Without a mask a module's queries see every key, whatever the module says of itself.
+    """
+    note_attended(module)
+    scores = None if slopes is None else Scores(slopes=slopes)
+    user = type(module).__name__
+    if keys_are_of_another(module):
+        if len(masks) > 1:
+            raise NotImplementedError(
+                f'{user} has two masks for another sequence: use "sdpa" or "eager" for this model'
+            )
+        return _plain_attention(query, key, value, masks[0] if masks else None, dropout, scaling, scores)
+    rule = None
+    for mask in masks:
+        rule = both(rule, visibility_of(mask, query.shape[2], user), user)
+    is_causal = is_causal or query.shape[2] == 1 if rule is None else rule.is_causal
+    config, layer = layer_of(module)
+    kinds = getattr(config, "attention_layers", None)  # GPT-Neo's, which has a window in every other layer
+    window = config.window_size if kinds is not None and layer is not None and kinds[layer] == "local" else None
+    return _attend(
+        module, query, key, value, rule, scaling, dropout, scores, is_causal=is_causal, sliding_window=window
+    )
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: Visibility | None,
+    scaling: float | None,
+    dropout: float,
+    scores: Scores | None,
+    *,
+    is_causal: bool,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    boundaries: Tensor | None = None,
+) -> Tensor:
+    """Attention of a sequence to itself, under the pattern of the layer and the rule of its mask."""
+    bounded = cache_of(key)
+    num_columns = key.shape[2] if rule is None else rule.num_columns
     if key.shape[2] < num_columns and bounded is None:
         raise NotImplementedError(
             f"{type(module).__name__} passed {key.shape[2]} keys with a mask of {num_columns} columns, so which of "
@@ -129,38 +212,44 @@ def dilated_attention_forward(
     query, key, value = cast_by_autocast(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
     # A static cache has columns that are not written yet.
     key, value = key[:, :num_columns], value[:, :num_columns]
-    num_queries = query.shape[1]
-    if _is_cross_attention(type(module), getattr(module, "is_decoder", None), is_causal):
-        return _plain_attention(query, key, value, mask, dropout, scaling), None
-    _check_heads(module.config, key.shape[2])
-    layer: int | None = getattr(module, "layer_idx", None)
+    config, layer = layer_of(module)
+    _check_heads(config, key.shape[2])
+    if rule is not None and rule.window is not None:
+        sliding_window = min(rule.window, sliding_window or rule.window)
     if sliding_window is None and layer is not None:
-        check_no_window(module.config, layer)
-    pattern = layer_pattern(module.config, layer, sliding_window, is_causal=is_causal)
+        check_no_window(config, layer)
+    pattern = layer_pattern(config, layer, sliding_window, is_causal=is_causal)
+    mask = None if rule is None else rule.documents
+    if rule is not None and rule.prefix is not None:
+        if bounded is not None:
+            raise NotImplementedError(
+                "a BoundedCache is for causal attention, and the mask has a prefix that sees itself: use the model's "
+                "own cache"
+            )
+        return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout, scores)
     if bounded is not None:
+        _check_is_stored(scores, value.shape[3] == key.shape[3])
         cache, cached_layer = bounded
-        out = cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
-        return out, None
-    if not is_causal and num_queries != num_columns:
+        return cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
+    if not is_causal and query.shape[1] != num_columns:
         raise NotImplementedError(
-            f"attention that is not causal is of a sequence to itself, got {num_queries} queries and {num_columns} "
+            f"attention that is not causal is of a sequence to itself, got {query.shape[1]} queries and {num_columns} "
             f'keys in {type(module).__name__}: use "sdpa" for this model'
         )
     order = cu_seqlens = None
-    if cu_seq_lens_q is not None:
-        if layer in (None, 0) and cu_seq_lens_k is not None:  # once for all layers, as it synchronises
-            check_equal_boundaries("cu_seq_lens_q and cu_seq_lens_k", cu_seq_lens_q, cu_seq_lens_k)
-        cu_seqlens = _given_documents(cu_seq_lens_q, query, num_columns, mask)
+    if boundaries is not None:
+        cu_seqlens = _given_documents(boundaries, query, num_columns, mask)
     elif mask is not None:
-        if num_queries != num_columns:
-            return attend_cached(query, key, value, mask, pattern, scaling, dropout), None
+        if query.shape[1] != num_columns:
+            return attend_cached(query, key, value, mask, pattern, scaling, dropout, scores)
+        mask = mask.expand(len(query), -1)
         order = _padding_last(mask)
         if order is not None:
             query, key, value = (_rows(tensor, order) for tensor in (query, key, value))
             mask = mask.gather(1, order)
-        assert attention_mask is not None
-        cu_seqlens = _boundaries(mask, is_packed=is_packed_seal(attention_mask))
-    elif layer == 0 and position_ids is not None and num_queries == num_columns:
+        assert rule is not None
+        cu_seqlens = _boundaries(mask, is_packed=rule.is_packed)
+    elif layer == 0 and position_ids is not None and query.shape[1] == num_columns:
         # Once for all layers, as it synchronises.
         _check_not_packed(position_ids)
     if cu_seqlens is None:
@@ -171,10 +260,11 @@ def dilated_attention_forward(
             pattern,
             is_causal=is_causal,
             scale=scaling,
-            query_offset=int(num_columns - num_queries),  # sizes are tensors under torch.jit.trace
+            query_offset=int(num_columns - query.shape[1]),  # sizes are tensors under torch.jit.trace
             dropout_p=dropout,
+            scores=scores,
             heads_first=False,
-        ), None
+        )
     flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (query, key, value)]
     out = attend(
         flat[0],
@@ -185,9 +275,10 @@ def dilated_attention_forward(
         scale=scaling,
         cu_seqlens=cu_seqlens,
         dropout_p=dropout,
+        scores=scores,
         heads_first=False,
-    ).view(query.shape)
-    return out if order is None else _rows(out, order.argsort(dim=1)), None
+    ).unflatten(1, query.shape[:2])[0]
+    return out if order is None else _rows(out, order.argsort(dim=1))
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -213,47 +304,115 @@ def _check_heads(config: Any, num_kv_heads: int) -> None:
         )
 
 
-def _checked_mask(attention_mask: Tensor) -> Tensor | None:
-    """The documents ``[B, columns]`` of a mask from :func:`documents_mask`; None if every row is one document."""
-    if not is_seal(attention_mask):
-        raise NotImplementedError(
-            'with attn_implementation="dilated" attention_mask has the shape [batch, tokens], 1 for a real token: a '
-            f"mask of its own for every pair of tokens is not honoured, got {attention_mask.dtype} of shape "
-            f"{tuple(attention_mask.shape)}; put visibility into the pattern"
-        )
-    return unseal(attention_mask)
+def _scores(
+    module: nn.Module, softcap: float | None, sinks: Tensor | None, position_bias: Tensor | None
+) -> Scores | None:
+    """The terms of a call's scores; None for none."""
+    if position_bias is not None and position_bias.dim() != 2:
+        if not is_without_bias(module):
+            raise NotImplementedError(
+                f"{type(module).__name__} adds a bias of its own for every pair of queries and keys to the scores, got "
+                f"{tuple(position_bias.shape)}, and only those that go by distance, as T5's, are computed: use "
+                '"sdpa" or "eager" for this model'
+            )
+        position_bias = None
+    if softcap is None and sinks is None and position_bias is None:
+        return None
+    return Scores(softcap=softcap, sinks=sinks, distance_bias=position_bias)
 
 
-@constant_of_graph
-def _is_cross_attention(kind: type[nn.Module], is_decoder: bool | None, is_causal: bool) -> bool:
-    """Whether the keys belong to another sequence; transformers does not say, so class names decide."""
-    if is_causal:
-        return False
-    if "Cross" in kind.__name__:
-        return True
-    takes_others = {"key_value_states", "encoder_hidden_states", "key"} & set(
-        inspect.signature(kind.forward).parameters
-    )
-    if takes_others and is_decoder is None:
+def _check_is_stored(scores: Scores | None, is_of_one_width: bool) -> None:
+    if scores is not None or not is_of_one_width:
         raise NotImplementedError(
-            f"{kind.__name__} may attend to another sequence and does not say whether it does: use "
-            '"sdpa" for this model'
+            "a BoundedCache holds keys and values of one width for scores without caps, biases and sinks: use the "
+            "model's own cache"
         )
-    return bool(takes_others and is_decoder)
 
 
 def _plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    scores: Scores | None,
 ) -> Tensor:
-    """Dense attention of every query to every key that is not padding; layouts as :func:`attend`."""
-    seen = None
+    """Dense attention of every query to every key that the mask does not hide; shapes of the attention function."""
     if mask is not None:
-        seen = (mask >= 0)[:, None, None]
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        key, value = key[:, :, : mask.shape[3]], value[:, :, : mask.shape[3]]
+    query, key, value = cast_by_autocast(query, key, value)
+    if mask is not None and is_seal(mask):
+        documents = unseal(mask)
+        mask = None if documents is None else (documents >= 0)[:, None, None]
+    if scores is not None:
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
+            raise NotImplementedError(
+                f"keys of another sequence are hidden by padding where scores have caps, biases or sinks, got a mask "
+                f'of shape {tuple(mask.shape)}: use "sdpa" or "eager" for this model'
+            )
+        return attend(
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            DilatedPattern([max(query.shape[2], key.shape[2])], [1]),
+            scale=scaling,
+            key_padding_mask=None if mask is None else ~mask[:, 0, 0].expand(len(key), -1),
+            dropout_p=dropout,
+            scores=scores,
+            heads_first=False,
+        )
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
     out = functional.scaled_dot_product_attention(
-        query, key, value, seen, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out.transpose(1, 2).contiguous()
+
+
+def _attend_prefix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    prefix: Tensor,
+    pattern: Pattern,
+    scaling: float | None,
+    dropout: float,
+    scores: Scores | None,
+) -> Tensor:
+    """Attention of a causal sequence of which the first tokens see each other both ways, ``[B, N, H, D]``.
+
+    Args:
+        prefix: int64 ``[B]``, the column behind the last token of the prefix.
+    """
+    num_rows, num_columns = query.shape[:2]
+    real = query.new_ones(num_rows, num_columns, dtype=torch.bool) if documents is None else documents >= 0
+    real = real.expand(num_rows, -1)
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
+    for row, (columns, end) in enumerate(zip(real, prefix.expand(num_rows).tolist(), strict=True)):
+        own = columns.nonzero().squeeze(1)
+        first = int(columns[:end].sum())
+        q, k, v = (tensor[row : row + 1, own] for tensor in (query, key, value))
+        parts = [
+            attend(
+                q[:, part],
+                k[:, seen],
+                v[:, seen],
+                pattern,
+                is_causal=is_causal,
+                scale=scaling,
+                query_offset=part.start,
+                dropout_p=dropout,
+                scores=scores,
+                heads_first=False,
+            )
+            for part, seen, is_causal in (
+                (slice(0, first), slice(0, first), False),
+                (slice(first, len(own)), slice(0, len(own)), True),
+            )
+            if part.stop > part.start
+        ]
+        out[row, own] = torch.cat(parts, dim=1)[0]
+    return out
 
 
 def _given_documents(cu_seq_lens_q: Tensor, query: Tensor, num_columns: int, mask: Tensor | None) -> Tensor:

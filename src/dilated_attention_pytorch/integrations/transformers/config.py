@@ -86,6 +86,9 @@ def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_caus
         TypeError, ValueError: the configuration has no pattern for the layer, or an invalid one.
     """
     entry = getattr(config, FIELD, None)
+    chunk = _chunk_of_layer(config, layer)
+    if chunk is not None and (window is not None or not isinstance(entry, dict) or isinstance(entry["pattern"], str)):
+        return _READ[_read(f"DilatedPattern([{chunk}], [1])")]
     text = None if entry is None and window is not None else text_of_layer(entry, config, layer, window)
     if text is None:
         assert window is not None
@@ -158,6 +161,15 @@ def window_of_layer(config: Any, layer: int) -> int | None:
     if types is None:
         return window
     return window if layer < len(types) and "sliding" in types[layer] else None
+
+
+def _chunk_of_layer(config: Any, layer: int | None) -> int | None:
+    """Size of the chunks in which a layer attends, as in Llama 4; None without."""
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    if layer is None or types is None or layer >= len(types) or "chunked" not in types[layer]:
+        return None
+    size: int | None = config.attention_chunk_size
+    return size
 
 
 def check_no_window(config: Any, layer: int) -> None:

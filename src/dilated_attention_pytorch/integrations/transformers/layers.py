@@ -15,7 +15,10 @@ from torch import nn
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from .config import NAME
+from .distances import take_biases_by_distance
+from .mask import gives_mask_of_pairs
 from .names import methods_of, names_of
+from .written_out import OWN_LAYER, write_under_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,26 +32,36 @@ _WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 _BY_SDPA = "_is_causal_as_by_sdpa"
 """Attribute of a layer: whether its model supports "sdpa", which without a mask follows the layer's is_causal."""
 
+_OF_ANOTHER = "_keys_are_of_another"
+"""Attribute of a layer that may attend to another sequence: whether its present call does."""
+
+_SOURCES = frozenset({"key_value_states", "encoder_hidden_states", "key"})
+"""Arguments with the sequence of the keys: None, or that of the queries, for a layer's own sequence."""
+
 _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
 """Functions that only attention calls."""
 
 
-def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_attention: bool) -> None:
+def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_attention: bool) -> list[Any]:
     """Find the attention layers of the model parts that have one of these configurations.
 
-    Afterwards each layer raises if its first call does not reach the registered attention function.
+    Afterwards each layer raises if its first call does not reach the registered attention function. A layer that
+    computes attention itself is made to reach it, see :func:`write_under_pattern`.
 
     Args:
         model: a transformers model.
         configs: configurations, compared by identity.
         is_all_attention: whether they cover all attention of the model, so that at least one layer must be found.
 
+    Returns:
+        the configurations of layers that compute attention themselves.
+
     Raises:
-        NotImplementedError: a layer computes attention itself, or no layer uses transformers' attention interface.
+        NotImplementedError: a layer is PyTorch's own, or no layer computes attention.
     """
     from transformers import PreTrainedModel
 
-    layers, rest = [], ""
+    layers, written, rest = [], [], ""
     for name, module, config, is_apart in _parts(model, configs):
         kind: Any = type(module)
         if isinstance(module, PreTrainedModel):
@@ -59,26 +72,51 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_atten
             _check_is_of_one_sequence(model, name, module)
             layers.append((name, module, config))
         if not is_layer and not is_apart and _computes_attention(kind):
-            raise NotImplementedError(
-                f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets "
-                f'its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use "sdpa" or '
-                '"eager" for this model, without a pattern'
-            )
+            if issubclass(kind, nn.MultiheadAttention):
+                raise NotImplementedError(
+                    f"{type(model).__name__} does not use transformers' attention interface, through which a layer "
+                    f'gets its pattern, in every layer: {kind.__name__} ("{name}") is PyTorch\'s own. Replace it by '
+                    'replace_attention, or use "sdpa" or "eager" for this model, without a pattern'
+                )
+            written.append((name, module, config))
         _check_reads_no_mask(model, name, module)
-        if not is_layer and not is_apart and _is_named_attention(kind):
+        if not is_layer and not is_apart and not _computes_attention(kind) and _is_named_attention(kind):
             rest = rest or f': {kind.__name__} ("{name}") is something else'
-    if not layers and is_all_attention:
+    if not layers and not written and is_all_attention:
         check_is_in_no_part(model, configs)
-    if not layers and (is_all_attention or rest):
+    if not layers and not written and (is_all_attention or rest):
         raise NotImplementedError(
             f"{type(model).__name__} does not use transformers' attention interface, through which a layer gets its "
             f'pattern{rest}. Use "sdpa" or "eager" for this model, without a pattern'
         )
     for name, module, config in layers:
         setattr(module, _BY_SDPA, model._supports_sdpa)
-        if _PROOF not in vars(module):
-            setattr(module, _PROOF, False)
-            module.register_forward_hook(functools.partial(_check_attended, name, config))
+        take_biases_by_distance(module)
+        _prove(name, module, config)
+    for name, module, config in written:
+        if not hasattr(module, OWN_LAYER):
+            setattr(module, OWN_LAYER, (config, _index_of(name)))
+            write_under_pattern(module)
+        _prove(name, module, config)
+    return [config for _, _, config in written]
+
+
+def _prove(name: str, module: nn.Module, config: Any) -> None:
+    """Check the calls of a layer from now on."""
+    if _PROOF in vars(module):
+        return
+    setattr(module, _PROOF, False)
+    module.register_forward_hook(functools.partial(_check_attended, name, config))
+    kind: Any = type(module)
+    others = _sources(kind)
+    if others:
+        module.register_forward_pre_hook(functools.partial(_note_source, name, others), with_kwargs=True)
+
+
+def _index_of(name: str) -> int | None:
+    """The number in a module's name, which is its layer's; None for none, or for several."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def check_is_in_no_part(model: PreTrainedModel, configs: Sequence[Any]) -> None:
@@ -141,6 +179,17 @@ def is_causal_without_mask(layer: nn.Module) -> bool:
     return is_causal
 
 
+def keys_are_of_another(layer: nn.Module) -> bool:
+    """Whether the keys of a layer's present call belong to another sequence, as those of cross-attention do."""
+    return "Cross" in type(layer).__name__ or getattr(layer, _OF_ANOTHER, False)
+
+
+def layer_of(module: nn.Module) -> tuple[Any, int | None]:
+    """Configuration and index of an attention layer."""
+    own: tuple[Any, int | None] | None = getattr(module, OWN_LAYER, None)
+    return (module.config, getattr(module, "layer_idx", None)) if own is None else own
+
+
 def watch(model: PreTrainedModel) -> None:
     """Schedule the check of a model before its first call under a pattern, as it may still be incomplete now."""
     _WATCHED.add(model)
@@ -183,6 +232,35 @@ def _check_attended(name: str, config: Any, module: nn.Module, args: Any, output
         f'{type(module).__name__} ("{name}") did not come to the attention under the pattern and computed attention '
         'itself: one of its options keeps it from transformers\' attention interface; use "sdpa" or "eager" for it'
     )
+
+
+@functools.cache
+def _sources(kind: type[nn.Module]) -> tuple[tuple[str, int], ...]:
+    """The arguments of a layer that bring keys of another sequence, with their positions."""
+    names = list(inspect.signature(kind.forward).parameters)[1:]
+    return tuple((name, at) for at, name in enumerate(names) if name in _SOURCES)
+
+
+def _note_source(path: str, sources: tuple[tuple[str, int], ...], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Note whether a layer's present call brings keys of another sequence.
+
+    Raises:
+        NotImplementedError: they have as many rows as the queries and may be of the same sequence.
+    """
+    rows = args[0] if args else next(iter(kwargs.values()))
+    is_of_another = False
+    for name, at in sources:
+        given = kwargs.get(name, args[at] if at < len(args) else None)
+        if given is None or given is rows:
+            continue
+        is_named = any(word in path.rpartition("layers.")[2].casefold() for word in ("cross", "encoder"))
+        if not is_named and getattr(module, "is_decoder", None) is None and given.shape[1] == rows.shape[1]:
+            raise NotImplementedError(
+                f'{type(module).__name__} ("{path}") got {name} of as many rows as it has queries, which may be of '
+                'another sequence or of its own: use "sdpa" for this model'
+            )
+        is_of_another = True
+    setattr(module, _OF_ANOTHER, is_of_another)
 
 
 def _parts(model: nn.Module, configs: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any, bool]]:
@@ -232,7 +310,7 @@ def _check_is_of_one_sequence(model: nn.Module, name: str, layer: nn.Module) -> 
 def _check_reads_no_mask(model: nn.Module, name: str, module: nn.Module) -> None:
     """Raise for modules that use the mask otherwise, such as convolutions that skip padding."""
     kind: Any = type(module)
-    if _reads_mask(kind):
+    if _reads_mask(kind) and not gives_mask_of_pairs(model.config):
         raise NotImplementedError(
             f'{type(model).__name__} reads the values of its attention mask in {kind.__name__} ("{name}"), and '
             'with attn_implementation="dilated" it has none for pairs of tokens: use "sdpa" or "eager" for this model, '

@@ -13,6 +13,16 @@ from .documents import UNWRITTEN, is_unread, seal, seal_single
 
 MaskFunction = Callable[..., Any]
 
+_READ_BY_THE_MODEL = frozenset(
+    {"lasr_encoder", "mpt", "mvp", "siglip2_vision_model", "table-transformer", "trocr", "xglm"}
+)
+"""Types of models whose code reads the shape or the values of the mask: theirs is one of every pair, of N M numbers."""
+
+
+def gives_mask_of_pairs(config: Any) -> bool:
+    """Whether the code of a model needs a mask with the values of every pair."""
+    return getattr(config, "model_type", None) in _READ_BY_THE_MODEL
+
 
 def documents_mask(
     batch_size: int,
@@ -42,19 +52,45 @@ def documents_mask(
         mask_function: transformers' visibility rule.
         attention_mask: bool ``[B, columns]``, True = real.
         use_vmap: set by transformers if the caller adds its own rule.
-        local_size: window or chunk size of the rule; windows reach the attention function as ``sliding_window``.
+        local_size: window or chunk size of the rule; windows reach the attention function as ``sliding_window``, and
+            chunks are read from the configuration.
         allow_is_causal_skip, dtype: for dense masks; ignored.
         allow_is_bidirectional_skip: given by transformers if attention is not causal.
         device: device of the mask.
         config: the model's configuration.
 
     Returns:
-        the result of :func:`seal`, or of :func:`seal_single` if every row is one document without padding.
+        the result of :func:`seal`, or of :func:`seal_single` if every row is one document without padding; for models
+        whose code reads the mask, and for rules of their own, that of transformers' ``eager_mask``, which the attention
+        function recognises or refuses.
 
     Raises:
-        NotImplementedError: a rule other than a window.
+        NotImplementedError: chunks of a sequence whose first tokens are not there.
     """
-    _check_rule(mask_function, use_vmap=use_vmap, local_size=local_size, config=config)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if local_size is not None and local_size == chunk and kv_offset > 0:
+        raise NotImplementedError(
+            f"chunked attention (config.attention_chunk_size={chunk}) of cached tokens needs the whole sequence, and "
+            "this cache dropped its first tokens: pass use_cache=False, or generate no further than one chunk"
+        )
+    # transformers applies "or_mask" last, for blocks of tokens that see each other both ways.
+    has_rule = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
+    if has_rule or gives_mask_of_pairs(config):
+        from transformers.masking_utils import causal_mask_function, eager_mask
+
+        mask: Tensor = eager_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function or causal_mask_function,
+            attention_mask,
+            dtype or torch.float32,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return mask
     is_causal = allow_is_bidirectional_skip is None
     unwritten = None
     if is_causal:
@@ -83,25 +119,6 @@ def documents_mask(
     elif not is_unread(real) and real.all():
         return seal_single(kv_length, torch.device(device), is_causal=is_causal)
     return seal(documents, is_causal=is_causal)
-
-
-def _check_rule(mask_function: MaskFunction | None, *, use_vmap: bool, local_size: int | None, config: Any) -> None:
-    if use_vmap:
-        raise NotImplementedError(
-            'attn_implementation="dilated" has the model\'s causal, bidirectional or sliding-window mask under a '
-            'pattern, and or_mask_function or and_mask_function asks for another rule: use "sdpa" or "eager" for it'
-        )
-    # transformers applies it last, and only for blocks with bidirectional attention.
-    if getattr(mask_function, "__name__", "") == "or_mask":
-        raise NotImplementedError(
-            "block_sequence_ids lets tokens of a block see later ones, which a pattern by positions cannot say: use "
-            'attn_implementation="sdpa" or "eager" for such inputs'
-        )
-    if local_size is not None and getattr(config, "attention_chunk_size", None) == local_size:
-        raise NotImplementedError(
-            f"chunked attention (config.attention_chunk_size={local_size}) is not honoured, and transformers makes its "
-            'mask in every call of such a model: use "sdpa" or "eager" for this model, without a pattern'
-        )
 
 
 def _packed_documents(

@@ -47,7 +47,7 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
 
     config = text_config(model.config)
     configs = [config, *_copies(model, config)]
-    look_through(model, configs, is_all_attention=True)
+    written_out = look_through(model, configs, is_all_attention=True)
     entry = check_pattern(pattern, config)
     register()
     for module in model.modules():
@@ -55,7 +55,10 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
         if isinstance(module, PreTrainedModel):
             watch(module)
     before = [(part_config, part_config._attn_implementation) for part_config in configs]
-    model.set_attn_implementation(chosen_parts(model.config, lambda part: part is config))
+    if any(all(part_config is not other for other in written_out) for part_config in configs) or not written_out:
+        model.set_attn_implementation(chosen_parts(model.config, lambda part: part is config))
+    for part_config in written_out:  # transformers sets it only where all layers use its interface
+        part_config._attn_implementation_internal = NAME
     stays = [part_config._attn_implementation for part_config in configs if part_config._attn_implementation != NAME]
     if stays:
         for part_config, implementation in before:

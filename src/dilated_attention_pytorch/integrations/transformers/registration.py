@@ -69,7 +69,7 @@ def _see(module: nn.Module, name: str, part: nn.Module) -> None:
     keep_implementation(config)
     has_pattern = getattr(config, FIELD, None) is not None
     if config._attn_implementation == NAME:
-        _check_tables(type(module))
+        _enter_tables(type(module))
         watch(module)
     elif has_pattern:
         watch(module)
@@ -83,21 +83,19 @@ def _see(module: nn.Module, name: str, part: nn.Module) -> None:
         )
 
 
-def _check_tables(kind: Any) -> None:
-    """Raise for a model that looks its attention class up in a table, where our name would give a KeyError."""
+def _enter_tables(kind: Any) -> None:
+    """Let a model that looks its attention class up in a table find that of "eager" under our name.
+
+    Its layers compute attention themselves; see :func:`write_under_pattern`.
+    """
     table = _table_of(kind)
     if table is not None:
-        name, implementations = table
-        raise NotImplementedError(
-            f"{kind.__name__} does not use transformers' attention interface, through which a layer gets its pattern: "
-            f"it has attention of its own for each of {', '.join(implementations)} ({name}). Use one of them for this "
-            "model, without a pattern"
-        )
+        table.setdefault(NAME, table["eager"])
 
 
 @functools.cache
-def _table_of(kind: Any) -> tuple[str, tuple[str, ...]] | None:
-    """Name and keys of the table from which a class, or one that its constructor names, takes its attention class."""
+def _table_of(kind: Any) -> dict[str, Any] | None:
+    """The table from which a class, or one that its constructor names, takes its attention class."""
     todo: list[Any] = [kind]
     done: set[Any] = set()
     while todo:
@@ -105,12 +103,12 @@ def _table_of(kind: Any) -> tuple[str, tuple[str, ...]] | None:
         if not _is_module(current) or current.__module__ != kind.__module__ or current in done:
             continue
         done.add(current)
-        for name, value in names_to_build(current):
+        for _, value in names_to_build(current):
             if not isinstance(value, dict):
                 todo.append(value)
                 continue
-            if "eager" in value and NAME not in value and all(map(_is_module, value.values())):
-                return name, tuple(value)
+            if "eager" in value and all(map(_is_module, value.values())):
+                return value
             todo += value.values()
     return None
 
