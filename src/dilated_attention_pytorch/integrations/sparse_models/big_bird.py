@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.integrations.parts import NotReplaceable, check_parts, check_unwrapped
+from dilated_attention_pytorch.integrations.parts import NotReplaceable, check_unwrapped
 from dilated_attention_pytorch.ops import attend, attend_blocks
 from dilated_attention_pytorch.precision import accumulation_dtype
 from dilated_attention_pytorch.tracing import require
 
-from .rows import check_no_weights, every_pair
+from .layer import SparseLayer, check_no_weights, every_pair
 
 _LENGTHS_OF_THE_PAPER = (1024, 3072, 4096)
 """Lengths with another rule for random blocks."""
 
 
-class BigBirdReplacement(nn.Module):
+class BigBirdReplacement(SparseLayer):
     """BigBird's self-attention (arXiv 2007.14062, section 2) in an encoder, ``block_sparse`` or ``original_full``.
 
     Rows of the first and last block attend to every key. Another block attends to both, to itself and its neighbours,
@@ -31,15 +31,14 @@ class BigBirdReplacement(nn.Module):
     output: nn.Module
 
     def __init__(self, replaced: Any, config: Any) -> None:
-        super().__init__()
         if config.is_decoder:
             raise NotReplaceable("it is in a decoder, whose attention is dense and causal; replace an encoder alone")
-        check_parts(replaced, {"self", "output"}, set())
+        super().__init__(replaced, ("self", "output"), num_heads=replaced.self.num_attention_heads)
         check_unwrapped(replaced.self)
-        self.self, self.output = replaced.self, replaced.output
         self.config, self.seed, self.attention_type = config, replaced.seed, replaced.attention_type
+        # BigBird's output has the residual connection, that of BigBird-Pegasus does not.
+        self.has_residual = type(replaced).__name__ == "BigBirdAttention"
         self._set_attention_type = type(replaced).set_attention_type
-        self.training = replaced.training
 
     def set_attention_type(self, value: str, **options: Any) -> None:
         """Choose ``"block_sparse"`` or ``"original_full"``, as the model does for a short input."""
@@ -71,10 +70,7 @@ class BigBirdReplacement(nn.Module):
                     f"{type(options[name]).__name__}"
                 )
         layer = self.self
-        q, k, v = (
-            project(hidden_states).unflatten(-1, (layer.num_attention_heads, -1))
-            for project in (layer.query, layer.key, layer.value)
-        )
+        q, k, v = (self.heads(project, hidden_states) for project in (layer.query, layer.key, layer.value))
         if self.attention_type == "block_sparse":
             assert from_mask is not None
             assert to_mask is not None
@@ -83,9 +79,8 @@ class BigBirdReplacement(nn.Module):
             dropout_p = layer.dropout.p if self.training else 0.0
             hidden = None if attention_mask is None else _padding(attention_mask)
             heads = attend(q, k, v, every_pair(q.shape[1]), key_padding_mask=hidden, dropout_p=dropout_p)
-        # BigBird's output has the residual connection, that of BigBird-Pegasus does not.
-        inputs = (heads.flatten(2),) if isinstance(self.output, nn.Linear) else (heads.flatten(2), hidden_states)
-        return self.output(*inputs), None
+        residual = (hidden_states,) if self.has_residual else ()
+        return self.output(heads.flatten(2), *residual), None
 
     def _block_sparse(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         size, rows = self.config.block_size, q.shape[1]

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.integrations.parts import check_parts
 from dilated_attention_pytorch.ops import AttentionOutput, Scores, attend_with_lse, merge
 from dilated_attention_pytorch.patterns import Pattern, local_window
 
-from .rows import check_no_weights, choose_rows, every_pair
+from .layer import SparseLayer, check_no_weights, every_pair
+from .rows import choose_rows
 
 _PARTS = ("q", "k", "v", "o", "relative_attention_bias", "global_relative_attention_bias", "global_input_layer_norm")
 
 
-class LongT5Replacement(nn.Module):
+class LongT5Replacement(SparseLayer):
     """LongT5's local or transient-global attention (arXiv 2112.07916, section 3.1).
 
     A token attends to the tokens ``|p - t| <= radius``, and in transient-global attention to the sum of every block
@@ -33,18 +33,12 @@ class LongT5Replacement(nn.Module):
     global_input_layer_norm: nn.Module
 
     def __init__(self, replaced: Any, config: Any) -> None:
-        super().__init__()
-        check_parts(replaced, set(_PARTS), set())
-        for name, part in replaced.named_children():
-            self.add_module(name, part)
+        super().__init__(replaced, _PARTS, num_heads=replaced.n_heads, dropout=replaced.dropout)
         self.has_globals = "global_input_layer_norm" in dict(replaced.named_children())
         self.global_block_size = replaced.global_block_size if self.has_globals else 0
         self.has_bias = replaced.has_relative_attention_bias
         self.max_distance = replaced.relative_attention_max_distance
-        self.num_heads = replaced.n_heads
         self.window = local_window(replaced.local_radius, replaced.local_radius)
-        self.dropout = replaced.dropout
-        self.training = replaced.training
 
     def forward(
         self,
@@ -70,7 +64,7 @@ class LongT5Replacement(nn.Module):
         # In the mask of local attention a token sees itself, and padding does not.
         tokens = mask != 0 if mask.dim() == 2 else mask.diagonal(mask.shape[-2], dim1=-2, dim2=-1).flatten(1)
         tokens = tokens[:, : hidden_states.shape[1]]
-        q = self._heads(self.q, hidden_states)
+        q = self.heads(self.q, hidden_states)
         partials = [self._attend(q, hidden_states, self.window, ~tokens, Scores(distance_bias=position_bias[0]))]
         if self.has_globals and hidden_states.shape[1] >= self.global_block_size:
             partials.append(self._attend_to_sums(q, hidden_states, tokens, position_bias[1]))
@@ -125,12 +119,7 @@ class LongT5Replacement(nn.Module):
     def _attend(
         self, query: Tensor, states: Tensor, pattern: Pattern, hidden: Tensor, scores: Scores
     ) -> AttentionOutput:
-        key, value = self._heads(self.k, states), self._heads(self.v, states)
-        dropout_p = self.dropout if self.training else 0.0
+        key, value = self.heads(self.k, states), self.heads(self.v, states)
         return attend_with_lse(
-            query, key, value, pattern, scale=1.0, key_padding_mask=hidden, dropout_p=dropout_p, scores=scores
+            query, key, value, pattern, scale=1.0, key_padding_mask=hidden, dropout_p=self.dropout_p, scores=scores
         )
-
-    def _heads(self, project: nn.Module, states: Tensor) -> Tensor:
-        heads: Tensor = project(states).unflatten(-1, (self.num_heads, -1))
-        return heads

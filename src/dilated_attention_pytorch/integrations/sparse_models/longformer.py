@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.integrations.parts import check_parts
 from dilated_attention_pytorch.ops import attend, attend_with_lse, merge
 from dilated_attention_pytorch.patterns import local_window
 
-from .rows import check_no_weights, choose_rows, every_pair
+from .layer import SparseLayer, check_no_weights, every_pair
+from .rows import choose_rows
 
 _PROJECTIONS = ("query", "key", "value", "query_global", "key_global", "value_global")
 
 
-class LongformerReplacement(nn.Module):
+class LongformerReplacement(SparseLayer):
     """Longformer's self-attention (arXiv 2004.05150, section 3.1), also that of LED's encoder.
 
     A row attends to the local keys ``|p - t| <= w`` and to the keys of all global tokens, in one softmax. A global
@@ -30,14 +30,8 @@ class LongformerReplacement(nn.Module):
     value_global: nn.Linear
 
     def __init__(self, replaced: Any, config: Any) -> None:
-        super().__init__()
-        check_parts(replaced, set(_PROJECTIONS), set())
-        for name, project in replaced.named_children():
-            self.add_module(name, project)
-        self.num_heads = replaced.num_heads
+        super().__init__(replaced, _PROJECTIONS, num_heads=replaced.num_heads, dropout=replaced.dropout)
         self.window = local_window(replaced.one_sided_attn_window_size, replaced.one_sided_attn_window_size)
-        self.dropout = replaced.dropout
-        self.training = replaced.training
 
     def forward(
         self,
@@ -58,28 +52,23 @@ class LongformerReplacement(nn.Module):
             output_attentions: must be False.
         """
         check_no_weights("Longformer layer", output_attentions)
-        dropout_p = self.dropout if self.training else 0.0
-        q, k, v = (self._heads(project, hidden_states) for project in (self.query, self.key, self.value))
+        q, k, v = (self.heads(project, hidden_states) for project in (self.query, self.key, self.value))
         local = attend_with_lse(
-            q, k, v, self.window, key_padding_mask=is_index_masked | is_index_global_attn, dropout_p=dropout_p
+            q, k, v, self.window, key_padding_mask=is_index_masked | is_index_global_attn, dropout_p=self.dropout_p
         )
         if not is_global_attn:
             return (local.out.masked_fill(is_index_masked[:, :, None, None], 0.0).flatten(2),)
         chosen, pairs = choose_rows(is_index_global_attn), every_pair(hidden_states.shape[1])
         of_global_keys = attend_with_lse(
-            q, chosen.take(k), chosen.take(v), pairs, key_padding_mask=chosen.are_padding, dropout_p=dropout_p
+            q, chosen.take(k), chosen.take(v), pairs, key_padding_mask=chosen.are_padding, dropout_p=self.dropout_p
         )
         out = merge([local, of_global_keys]).out.masked_fill(is_index_masked[:, :, None, None], 0.0)
         of_global_rows = attend(
-            self._heads(self.query_global, chosen.take(hidden_states)),
-            self._heads(self.key_global, hidden_states),
-            self._heads(self.value_global, hidden_states),
+            self.heads(self.query_global, chosen.take(hidden_states)),
+            self.heads(self.key_global, hidden_states),
+            self.heads(self.value_global, hidden_states),
             pairs,
             key_padding_mask=is_index_masked,
-            dropout_p=dropout_p,
+            dropout_p=self.dropout_p,
         )
         return (chosen.put(out, of_global_rows).flatten(2),)
-
-    def _heads(self, project: nn.Module, states: Tensor) -> Tensor:
-        heads: Tensor = project(states).unflatten(-1, (self.num_heads, -1))
-        return heads

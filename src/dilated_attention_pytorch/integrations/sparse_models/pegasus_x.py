@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.integrations.parts import check_parts
 from dilated_attention_pytorch.ops import attend, attend_with_lse, merge
 from dilated_attention_pytorch.patterns import DilatedPattern
 
-from .rows import check_no_weights, every_pair
+from .layer import SparseLayer, check_no_weights, every_pair
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-class PegasusXReplacement(nn.Module):
+class PegasusXReplacement(SparseLayer):
     """The self-attention of Pegasus-X's encoder (arXiv 2208.04347).
 
     A token attends to the tokens of its block and to the global tokens; a global token attends to all. Masked keys are
@@ -29,16 +28,10 @@ class PegasusXReplacement(nn.Module):
     out_proj: nn.Linear
 
     def __init__(self, replaced: Any, config: Any) -> None:
-        super().__init__()
-        check_parts(replaced, set(_PROJECTIONS), set())
-        for name, project in replaced.named_children():
-            self.add_module(name, project)
+        super().__init__(replaced, _PROJECTIONS, num_heads=replaced.num_heads, dropout=replaced.dropout)
         self.config = config
-        self.num_heads = replaced.num_heads
         self.scale = replaced.scaling
         self.blocks = DilatedPattern([replaced.block_size], [1])
-        self.dropout = replaced.dropout
-        self.training = replaced.training
 
     def forward(
         self,
@@ -61,14 +54,15 @@ class PegasusXReplacement(nn.Module):
             the tokens' and the global tokens' new states, and None.
         """
         check_no_weights("Pegasus-X layer", output_attentions or self.config.output_attentions)
-        dropout_p = self.dropout if self.training else 0.0
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (self._heads(project, token_hidden_states) for project in projections)
-        global_q, global_k, global_v = (self._heads(project, global_hidden_states) for project in projections)
+        q, k, v = (self.heads(project, token_hidden_states) for project in projections)
+        global_q, global_k, global_v = (self.heads(project, global_hidden_states) for project in projections)
         hidden = attention_mask < 0
         pairs = every_pair(q.shape[1] + global_q.shape[1])
-        local = attend_with_lse(q, k, v, self.blocks, scale=self.scale, key_padding_mask=hidden, dropout_p=dropout_p)
-        of_global_keys = attend_with_lse(q, global_k, global_v, pairs, scale=self.scale, dropout_p=dropout_p)
+        local = attend_with_lse(
+            q, k, v, self.blocks, scale=self.scale, key_padding_mask=hidden, dropout_p=self.dropout_p
+        )
+        of_global_keys = attend_with_lse(q, global_k, global_v, pairs, scale=self.scale, dropout_p=self.dropout_p)
         of_global_rows = attend(
             global_q,
             torch.cat([global_k, k], dim=1),
@@ -76,11 +70,7 @@ class PegasusXReplacement(nn.Module):
             pairs,
             scale=self.scale,
             key_padding_mask=nn.functional.pad(hidden, (global_q.shape[1], 0)),
-            dropout_p=dropout_p,
+            dropout_p=self.dropout_p,
         )
         tokens = merge([local, of_global_keys]).out
         return self.out_proj(tokens.flatten(2)), self.out_proj(of_global_rows.flatten(2)), None
-
-    def _heads(self, project: nn.Module, states: Tensor) -> Tensor:
-        heads: Tensor = project(states).unflatten(-1, (self.num_heads, -1))
-        return heads

@@ -1,4 +1,4 @@
-"""Rows that a mask chooses per batch row, and what every family refuses."""
+"""Rows that a mask chooses per batch row."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from dilated_attention_pytorch.patterns import DilatedPattern
 
 
 class ChosenRows(NamedTuple):
@@ -35,17 +33,3 @@ def choose_rows(chosen: Tensor) -> ChosenRows:
     most = int(numbers.max())
     positions = torch.argsort((~chosen).byte(), dim=1, stable=True)[:, :most]
     return ChosenRows(positions, torch.arange(most, device=chosen.device) >= numbers[:, None])
-
-
-def every_pair(*lengths: int) -> DilatedPattern:
-    """The pattern in which every query of a call sees every key."""
-    return DilatedPattern([max(lengths)], [1])
-
-
-def check_no_weights(layer: str, output_attentions: bool | None) -> None:
-    """Raise NotImplementedError if attention weights are requested."""
-    if output_attentions:
-        raise NotImplementedError(
-            f"output_attentions must be False: the weights are never formed in a replaced {layer}, got "
-            f"{output_attentions!r}; use the model as it was before replace_sparse_attention to read weights"
-        )
