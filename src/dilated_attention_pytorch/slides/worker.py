@@ -121,7 +121,8 @@ class Worker:
                     yield sequence
 
         for batch in self._batches(claimed()):
-            with _counting_layers(self.encoder, computing, sum(sequence.num_tiles for sequence in batch)):
+            tiles = sum(sequence.num_tiles for sequence in batch)
+            with _counting_layers(self.encoder, self._num_layers, computing, tiles):
                 for sequence, outcome in self._embed(batch):
                     name, path = sequence.source.name, sequence.slides[0].path
                     if isinstance(outcome, str):
@@ -209,6 +210,15 @@ class Worker:
         largest = max(float(slide.features.abs().max()) for slide in sequence.slides)
         return f"its features are too large (up to {largest:.3g}), extract them again"
 
+    @property
+    def _num_layers(self) -> int | None:
+        """The first layers, of which all that is written is computed; None = all layers."""
+        settings = self.settings
+        if settings.vector.layout == "own" or settings.maps or settings.rollout:
+            return None
+        assert settings.vector.layer is not None
+        return max(settings.vector.layer, settings.tiles or 1)
+
     def _compute(self, batch: list[TileSequence]) -> list[Result]:
         """Results of the sequences of a batch, in float32 on the CPU."""
         settings, encoder = self.settings, self.encoder
@@ -227,11 +237,13 @@ class Worker:
             states: list[Tensor] = []
             if settings.tiles is not None and isinstance(encoder, SlideEncoder):
                 states = stack.enter_context(states_after(encoder, settings.tiles))
+            stop_early = {} if self._num_layers is None else {"num_layers": self._num_layers}
             embeddings, layers = encoder(
                 features.to(self.device),
                 grid.to(self.device),
                 tile_size=1,
                 cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+                **stop_early,
             )
             rollout = attention_rollout(calls, pooled) if calls else None
         if settings.vector.layer is not None:
@@ -267,10 +279,11 @@ def pooled_rows(rows: Sequence[tuple[int, int]], pooling: Pooling) -> Tensor:
 
 @contextmanager
 def _counting_layers(
-    encoder: SlideEncoder | TitanEncoder, computing: Callable[[float], None], tiles: int
+    encoder: SlideEncoder | TitanEncoder, num_layers: int | None, computing: Callable[[float], None], tiles: int
 ) -> Iterator[None]:
-    """Count the tiles of a batch by the layers that are computed."""
-    layers = encoder.encoder.layers if isinstance(encoder, SlideEncoder) else encoder.blocks.modules_list
+    """Count the tiles of a batch by the layers that are computed, the first ``num_layers``."""
+    layers = list(encoder.encoder.layers if isinstance(encoder, SlideEncoder) else encoder.blocks.modules_list)
+    layers = layers[:num_layers]
 
     def count(index: int) -> Callable[..., None]:
         return lambda *_: computing(tiles * (index + 1) / len(layers))
