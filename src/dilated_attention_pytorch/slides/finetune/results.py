@@ -26,11 +26,11 @@ RUN_NAME, WEIGHTS_NAME, PREDICTIONS_NAME = "run.json", "model.safetensors", "pre
 METRICS_NAME, MAPS_NAME = "metrics.json", "maps"
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a file of safetensors atomically."""
     with replacing(path) as staged:
         # safetensors' own function for files raises no OSError on a full disk, and lets the owner alone read them.
-        staged.write_bytes(save(tensors))
+        staged.write_bytes(save(tensors, metadata))
 
 
 def write_weights(model: SlideModel, folder: Path, standard: tuple[Tensor, Tensor] | None) -> None:
