@@ -18,7 +18,7 @@ from dilated_attention_pytorch.slides.finetune.settings import FinetuneSettings
 
 from .tile_bar import tile_bar
 
-_PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", "transformers")
+_PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", "sklearn", "transformers")
 
 
 @dataclass(kw_only=True, slots=True)

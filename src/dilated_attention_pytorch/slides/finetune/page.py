@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import torch
+from sklearn.metrics import confusion_matrix, roc_curve
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
@@ -22,13 +23,12 @@ from dilated_attention_pytorch.output import write_text
 from .labels import Task
 from .metrics import (
     BEST,
+    RESAMPLES,
     Interval,
-    confusion_matrix,
     discordance,
     kaplan_meier,
     log_odds,
     metrics,
-    roc_curve,
     why_undefined,
     with_intervals,
 )
@@ -102,7 +102,7 @@ class Results(NamedTuple):
     """Of all test cases of all runs together, with intervals by bootstrap over patients."""
 
 
-def results(record: Record, *, resamples: int = 1000, seed: int = 0) -> Results:
+def results(record: Record, *, resamples: int = RESAMPLES, seed: int = 0) -> Results:
     """Compute the test metrics of a record; ``resamples`` and ``seed`` as in :func:`.metrics.with_intervals`."""
     of_runs = [metrics(record.task, run.scores, run.targets) for run in record.runs]
     mean, deviation = {}, {}
@@ -222,7 +222,8 @@ def _of_task(record: Record) -> Iterator[str]:
     """The charts of a task."""
     scores, targets = _pooled(record)
     if record.task == "classification":
-        yield drawn(_confusion(confusion_matrix(scores, targets), record.classes), "confusion", "Confusion matrix")
+        counts = confusion_matrix(targets, scores.argmax(1), labels=range(len(record.classes)))
+        yield drawn(_confusion(torch.from_numpy(counts), record.classes), "confusion", "Confusion matrix")
     if record.task in ("classification", "multilabel"):
         yield drawn(_roc(record), "roc", "ROC curves")
     if record.task == "survival":
@@ -250,7 +251,10 @@ def _confusion(counts: Tensor, classes: Sequence[str]) -> Figure:
 
 
 def _roc(record: Record) -> Figure:
-    """A curve for each run of two classes, or for each class against the others, or label, of all runs."""
+    """A curve for each run of two classes, or for each class against the others, or label, of all runs.
+
+    Where all cases or none are positive, there is no curve.
+    """
     from plotly.graph_objects import Figure, Scatter
 
     scores, targets = _pooled(record)
@@ -265,7 +269,9 @@ def _roc(record: Record) -> Figure:
         Scatter(x=[0, 1], y=[0, 1], mode="lines", line={"color": "#9ca3af", "dash": "dot"}, showlegend=False)
     )
     for index, (name, score, is_positive) in enumerate(curves):
-        false, true = roc_curve(score, is_positive)
+        if is_positive.all() or not is_positive.any():
+            continue
+        false, true, _ = roc_curve(is_positive, score, drop_intermediate=False)
         line = {"color": COLORS[index % len(COLORS)], "width": 1.5}
         figure.add_trace(Scatter(x=false.tolist(), y=true.tolist(), name=html.escape(name), mode="lines", line=line))
     return _with_axes(figure, "false positive rate", "true positive rate")
