@@ -65,7 +65,7 @@ class TileProgress:
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class EmbedOutcome:
     """Result of a run."""
 
     kept: int = 0
@@ -130,7 +130,7 @@ class Embedder:
         say: Callable[[str], None] = lambda sentence: None,
         skip: Callable[[Path, str], None] = lambda path, reason: None,
         progress: Callable[[TileProgress], None] = lambda state: None,
-    ) -> Outcome:
+    ) -> EmbedOutcome:
         """Embed every slide or patient that has no embedding yet.
 
         Commands that run at the same time over one folder share the work: each input is claimed by one of them, and all
@@ -145,7 +145,7 @@ class Embedder:
             RunError: the output folder holds another embedding of the same name, or another command began it with other
                 settings; nothing was computed.
         """
-        outcome, begun = Outcome(), time.monotonic()
+        outcome, begun = EmbedOutcome(), time.monotonic()
 
         def fail(path: Path, reason: str) -> None:
             outcome.failed[path] = reason

@@ -21,7 +21,7 @@ from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.patterns.dilated import Tail
 
 from .grid import position_table, tile_grid
-from .rows import BatchRows, PackedRows
+from .rows import BatchRows, PackedSlides
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -272,7 +272,7 @@ class SlideEncoder(nn.Module):
         else:
             slides = x.split([stop - start for start, stop in pairwise(boundaries)], dim=1)
             x = torch.cat([part for slide in slides for part in (token, slide)], 1)
-            rows = PackedRows(tuple(end + slide for slide, end in enumerate(boundaries)))
+            rows = PackedSlides(tuple(end + slide for slide, end in enumerate(boundaries)))
         states, last = self.encoder(x, rows, num_layers)
         return SlideEmbeddings(self.norm(last), self.norm(torch.stack(states, dim=1)))
 

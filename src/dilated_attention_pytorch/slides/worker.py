@@ -26,7 +26,7 @@ from .files import Source, UnreadableFileError
 from .memory import TileLimits, measure_limits
 from .reading import TileSequence, read_sequence
 from .settings import EmbedSettings
-from .store import Result, Store
+from .store import SequenceResult, Store
 from .titan import WEIGHTS_NAME, TitanEncoder, load_titan_encoder
 
 BATCH_TILES = 16384
@@ -183,7 +183,7 @@ class Worker:
                 f"its {tiles:,} tiles take about {in_bytes(needed)}, and {in_bytes(given)} are available; {from_where}"
             )
 
-    def _embed(self, batch: list[TileSequence]) -> Iterator[tuple[TileSequence, Result | str]]:
+    def _embed(self, batch: list[TileSequence]) -> Iterator[tuple[TileSequence, SequenceResult | str]]:
         """The result of each sequence, or why it has none."""
         try:
             computed = self._compute(batch)
@@ -219,7 +219,7 @@ class Worker:
         assert settings.vector.layer is not None
         return max(settings.vector.layer, settings.tiles or 1)
 
-    def _compute(self, batch: list[TileSequence]) -> list[Result]:
+    def _compute(self, batch: list[TileSequence]) -> list[SequenceResult]:
         """Results of the sequences of a batch, in float32 on the CPU."""
         settings, encoder = self.settings, self.encoder
         # The dtype can differ from file to file.
@@ -258,7 +258,7 @@ class Worker:
                 of_tiles["states"] = states[0][0, first + 1 : stop]
             of_tiles = {name: values.float().cpu().contiguous() for name, values in of_tiles.items()}
             vectors = SlideEmbeddings(embeddings[index].float().cpu(), layers[index].float().cpu())
-            results.append(Result(vectors, of_tiles))
+            results.append(SequenceResult(vectors, of_tiles))
         return results
 
 

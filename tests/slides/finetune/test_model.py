@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.slides import SlideEncoder, gradient_times_input, load_slide_encoder
 from dilated_attention_pytorch.slides.finetune.cases import CaseFiles
-from dilated_attention_pytorch.slides.finetune.labels import Case, Labels, Task
+from dilated_attention_pytorch.slides.finetune.labels import LabelledCase, Labels, Task
 from dilated_attention_pytorch.slides.finetune.model import (
     SlideModel,
     add_adapters,
@@ -117,7 +117,7 @@ def test_a_regression_is_trained_on_standardised_targets() -> None:
 
 @pytest.mark.parametrize("task", ["survival", "classification"])
 def test_a_step_that_computes_cases_again_has_the_gradients_of_all_at_once(task: Task, cohort: Cohort) -> None:
-    cases = tuple(Case(f"c{i}", f"c{i}", (f"slide{i}", f"slide{i + 3}"), None) for i in range(3))
+    cases = tuple(LabelledCase(f"c{i}", f"c{i}", (f"slide{i}", f"slide{i + 3}"), None) for i in range(3))
     targets = {
         "survival": torch.tensor([[3.0, 1.0], [1.0, 1.0], [2.0, 0.0]]),
         "classification": torch.tensor([0, 1, 1]),

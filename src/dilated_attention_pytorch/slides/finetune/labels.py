@@ -26,7 +26,7 @@ _SHOWN_COLUMNS = 20
 
 
 @dataclass(frozen=True)
-class Case:
+class LabelledCase:
     """What gets one prediction: a slide, or the slides of a patient."""
 
     name: str
@@ -46,7 +46,7 @@ class Labels:
     """
 
     task: Task
-    cases: tuple[Case, ...]
+    cases: tuple[LabelledCase, ...]
     targets: Tensor
     classes: tuple[str, ...]
     """Names of the classes, or of the label columns."""
@@ -265,7 +265,7 @@ def _read_numbers(rows: Sequence[_Row], columns: Sequence[str], task: Task) -> T
     return torch.tensor(values, dtype=torch.float32).view(len(rows), len(columns))
 
 
-def _read_cases(rows: Sequence[_Row], slide_column: str, patient_column: str, split_column: str) -> list[Case]:
+def _read_cases(rows: Sequence[_Row], slide_column: str, patient_column: str, split_column: str) -> list[LabelledCase]:
     """One case a slide."""
     cases, slides, splits = [], dict[str, str](), dict[str, tuple[str, str]]()
     for row in rows:
@@ -285,13 +285,15 @@ def _read_cases(rows: Sequence[_Row], slide_column: str, patient_column: str, sp
                     f"{row.where}: patient {patient!r} is in {split}, and in {before} by {where}; a model would be "
                     "tested on a patient it has seen: put all slides of a patient into one part"
                 )
-        cases.append(Case(slide, patient, (slide,), split))
+        cases.append(LabelledCase(slide, patient, (slide,), split))
     return cases
 
 
-def _merge_patients(rows: Sequence[_Row], cases: Sequence[Case], targets: Tensor) -> tuple[list[Case], Tensor]:
+def _merge_patients(
+    rows: Sequence[_Row], cases: Sequence[LabelledCase], targets: Tensor
+) -> tuple[list[LabelledCase], Tensor]:
     """One case a patient, in the order of their first slides."""
-    merged: dict[str, Case] = {}
+    merged: dict[str, LabelledCase] = {}
     first: dict[str, int] = {}
     for index, (row, case) in enumerate(zip(rows, cases, strict=True)):
         at = first.setdefault(case.patient, index)

@@ -34,7 +34,7 @@ from .metrics import BEST
 from .model import SlideModel, add_adapters, merge_adapters
 from .results import MAPS_NAME, RUN_NAME, WEIGHTS_NAME, summarise, write_run, write_weights
 from .settings import FinetuneSettings
-from .splits import Split, make_splits
+from .splits import CaseSplit, make_splits
 from .trainer import FinetuneTrainer, Inputs, best_epoch, remove_checkpoints
 from .vectors import computed_vectors, stored_vectors
 
@@ -331,7 +331,7 @@ class Finetuner:
         self,
         inputs: Inputs,
         fold: int,
-        split: Split,
+        split: CaseSplit,
         seed: int,
         folder: Path,
         say: Callable[[str], None],
@@ -383,7 +383,7 @@ class Finetuner:
         say(f"fold {fold}, seed {seed}: the best epoch is {best} of {len(epochs)}; written: {folder}")
 
     def _write_maps(
-        self, inputs: Inputs, split: Split, folder: Path, progress: Callable[[FinetuneProgress], None]
+        self, inputs: Inputs, split: CaseSplit, folder: Path, progress: Callable[[FinetuneProgress], None]
     ) -> None:
         """Maps of the test cases of a finished run."""
         assert inputs.files is not None

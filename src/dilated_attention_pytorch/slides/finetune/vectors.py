@@ -17,7 +17,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training.autocast import autocast
 
 from .cases import CaseEmbeddings, CaseFiles
-from .labels import Case
+from .labels import LabelledCase
 from .model import SlideModel
 from .results import write_tensors
 
@@ -37,7 +37,7 @@ class CaseVectors(NamedTuple):
 def computed_vectors(
     model: SlideModel,
     files: CaseFiles,
-    cases: Sequence[Case],
+    cases: Sequence[LabelledCase],
     path: Path,
     *,
     device: torch.device,
@@ -94,7 +94,7 @@ def computed_vectors(
 class _KeptVectors:
     """The vectors of cases in a file, which is written every few seconds; see :func:`computed_vectors`."""
 
-    def __init__(self, path: Path, cases: Sequence[Case], begin: Callable[[], None]) -> None:
+    def __init__(self, path: Path, cases: Sequence[LabelledCase], begin: Callable[[], None]) -> None:
         self.path, self.begin, self.last = path, begin, time.monotonic()
         self.vectors: dict[str, Tensor] = {}
         if path.is_file():
@@ -119,7 +119,7 @@ class _KeptVectors:
             self.num_saved, self.last = len(self.vectors), time.monotonic()
 
 
-def stored_vectors(embeddings: CaseEmbeddings, cases: Sequence[Case], layers: Sequence[int]) -> CaseVectors:
+def stored_vectors(embeddings: CaseEmbeddings, cases: Sequence[LabelledCase], layers: Sequence[int]) -> CaseVectors:
     """The same from files that `embed` wrote.
 
     Raises:
