@@ -141,6 +141,11 @@ class Finetuner:
             raise RunError(
                 "--checkpoint must name the weights of the slide encoder, slide_encoder.pth of prov-gigapath"
             )
+        if self.checkpoint.is_dir():
+            raise RunError(
+                f"--checkpoint {self.checkpoint} is a folder, TITAN's, and fine-tuning trains GigaPath's encoder: pass "
+                "slide_encoder.pth, or embed the slides with TITAN and train on the embeddings (--freeze --layers 6)"
+            )
         config = SlideEncoderConfig(
             num_heads=settings.num_heads,
             embed_dim=4 * settings.num_heads,
