@@ -63,7 +63,7 @@ def test_the_slides_of_a_patient_are_one_case_by_patient(tmp_path: Path) -> None
 
 WRONG: list[tuple[str | bytes, dict[str, Any], str]] = [
     ("", {}, r"labels.csv is empty; its first line must name the columns, 'slide' among them"),
-    ("slide,label\n\n", {}, r"holds a header and no cases"),
+    ("slide,label\n\n", {}, r"holds a header and no slides"),
     ("s1,a\ns2,b\n", {}, r"has no column 'slide'; its first line, read with commas between the names, has 's1', 'a'"),
     ("slide;label\ns1;a\n", {}, r"has 'slide;label': name the column that is meant, or rename it"),
     ("slide,label\na,b\n", {"label_columns": ("grade",)}, r"has no column 'grade'"),
