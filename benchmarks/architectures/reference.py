@@ -176,8 +176,7 @@ class CountsInSoftmax(TorchFunctionMode):
             seen = ~hidden.flatten(0, -3)[:1, None] if scores.dim() > 2 else ~hidden[None, None]
             heads = scores.shape[1] if scores.dim() == 4 else scores.shape[0] // ROWS
             num_kv_heads = self._kv_heads.get(tuple(scores.shape), heads)
-            seen = seen.expand(-1, -1, length, -1)
-    added = log_counts(seen, num_kv_heads, is_cross=False, has_window=False).to(scores.dtype)
+            added = log_counts(seen, num_kv_heads, is_cross=False, has_window=False).to(scores.dtype)
             if added.shape[1] > 1:
                 added = added.repeat_interleave(heads // num_kv_heads, dim=0)
             if scores.dim() == 3 and len(added) == heads:

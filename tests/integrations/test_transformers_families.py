@@ -278,10 +278,14 @@ def test_weights_of_a_module_s_own_code_are_not_given() -> None:
 
 
 def test_a_bounded_cache_refuses_what_it_does_not_hold() -> None:
-    for name, changes in (("Gemma2", {"layer_types": ["full_attention"] * 2}), ("DeepseekV3", {})):
-        model = set_pattern(built(name, **changes), PATTERN)
-        with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of one width for scores"):
-            model(draw(2, LENGTH), past_key_values=BoundedCache(model.config))
+    model = set_pattern(built("Gemma2", layer_types=["full_attention"] * 2), PATTERN)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of one width for scores"):
+        model(draw(2, LENGTH), past_key_values=BoundedCache(model.config))
+    model = set_pattern(built("DeepseekV3"), PATTERN)
+    cache = BoundedCache(model.config)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="changes keys between its cache and its attention"):
+        for _ in range(2):
+            model(draw(2, 3), past_key_values=cache)
 
 
 def test_chunks_need_all_tokens_of_a_sequence() -> None:
