@@ -90,6 +90,7 @@ def dense_attention(
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     has_window = sliding_window is not None or _is_chunked(module)
     is_cross = length != columns or sys._getframe(1).f_locals.get("is_cross_attention", False)
+    seen = seen.expand(-1, -1, length, -1)
     added = log_counts(seen, num_kv_heads, is_cross=is_cross, has_window=has_window).to(scores.dtype)
     scores = scores + (added.repeat_interleave(groups, dim=0) if added.shape[1] > 1 else added)
     if s_aux is not None:  # a key of value 0 that every query sees
@@ -252,6 +253,8 @@ class Site:
     through_interface: bool
     implementation: str | None
     """What the nearest configuration asks for."""
+    is_apart: bool
+    """Whether it is in cross-attention or in a head that pools."""
 
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -314,7 +317,9 @@ class Watch(TorchDispatchMode):
             dim = args[1] if "scaled" not in name else -1
             if isinstance(dim, int) and dim % first.dim() == first.dim() - 1 and len(shape) >= 3:
                 module = next((type(m).__name__ for m in reversed(self._stack) if not isinstance(m, nn.Softmax)), "")
-                self.sites.append(Site(module, shape, _inside_ours(), self._implementation()))
+                names = [type(parent).__name__ for parent in self._stack]
+                is_apart = any("Cross" in name or "Pool" in name for name in names)
+                self.sites.append(Site(module, shape, _inside_ours(), self._implementation(), is_apart))
         return func(*args, **(kwargs or {}))
 
 

@@ -35,8 +35,30 @@ _BY_SDPA = "_is_causal_as_by_sdpa"
 _OF_ANOTHER = "_keys_are_of_another"
 """Attribute of a layer that may attend to another sequence: whether its present call does."""
 
-_SOURCES = frozenset({"key_value_states", "encoder_hidden_states", "key"})
+_SOURCES = frozenset({"context", "encoder_hidden_states", "key", "key_value_states"})
 """Arguments with the sequence of the keys: None, or that of the queries, for a layer's own sequence."""
+
+_OTHER_FORMS = (
+    "Autoformer",
+    "BlockSparse",
+    "Deformable",
+    "FunnelRel",
+    "GlobalLocal",
+    "GroundingDino",
+    "IBert",
+    "LEDEncoder",
+    "LSHSelf",
+    "LocalSelf",
+    "Longformer",
+    "Mra",
+    "Ngram",
+    "Nystromformer",
+    "ProbSparse",
+    "Reformer",
+    "Rwkv",
+    "XLNet",
+)
+"""In names of classes whose attention is no softmax over all pairs of a sequence, times values."""
 
 _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
 """Functions that only attention calls."""
@@ -72,11 +94,11 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_atten
             _check_is_of_one_sequence(model, name, module)
             layers.append((name, module, config))
         if not is_layer and not is_apart and _computes_attention(kind):
-            if issubclass(kind, nn.MultiheadAttention):
+            if issubclass(kind, nn.MultiheadAttention) or any(form in kind.__name__ for form in _OTHER_FORMS):
                 raise NotImplementedError(
                     f"{type(model).__name__} does not use transformers' attention interface, through which a layer "
-                    f'gets its pattern, in every layer: {kind.__name__} ("{name}") is PyTorch\'s own. Replace it by '
-                    'replace_attention, or use "sdpa" or "eager" for this model, without a pattern'
+                    f'gets its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use '
+                    '"sdpa" or "eager" for this model, without a pattern'
                 )
             written.append((name, module, config))
         _check_reads_no_mask(model, name, module)

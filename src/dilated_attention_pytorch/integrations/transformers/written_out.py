@@ -181,6 +181,8 @@ class _Scores(_Lazy):
 
     def with_bias(self, bias: Tensor) -> _Scores:
         """The scores with ``bias [H or B * H, 1, M]`` added."""
+        if bias.dim() == 3 and bias.shape[1:] == self.shape[-2:] and not bool(bias.any()):
+            return self
         if self.bias is not None or bias.dim() != 3 or bias.shape[1] != 1:
             raise self.site.refuse("adds a bias of its own to its scores")
         again = self.copy()
@@ -247,6 +249,9 @@ class _Scores(_Lazy):
 
     def _on_div(self, scores: Any, factor: Any, **kwargs: Any) -> _Scores:
         return self / factor
+
+    def _on_expand_as(self, mask: Tensor, scores: Any) -> Tensor:
+        return mask.expand(self.shape)
 
     def _on_masked_fill(self, scores: Any, mask: Tensor, value: Any) -> _Scores:
         return self.masked_fill(mask, value)
