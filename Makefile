@@ -111,6 +111,7 @@ benchmark: $(VENV)/dev.stamp  ## the figures of the README and the docs that are
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --lengths 20000 --repeats 2 --output benchmarks/results/slide_encoder_native.json
 	$(BIN)/python -m benchmarks.slide_encoder $(IF_STALE) --impl aten
 	$(BIN)/python -m benchmarks.linear $(IF_STALE)
+	$(BIN)/python -m benchmarks.scores $(IF_STALE)
 	$(BIN)/python -m benchmarks.slides $(IF_STALE) --slides 40
 	$(BIN)/python -m benchmarks.slide_training $(IF_STALE)
 	$(BIN)/python -m benchmarks.slide_maps $(IF_STALE)

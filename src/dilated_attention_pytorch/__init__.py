@@ -21,7 +21,7 @@ choose_waiting(os.environ, sys.orig_argv)
 from . import legacy, slides  # noqa: F401 - slides registers its output for torch.export
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
 from .nn import MultiheadDilatedAttention, MultiheadPatternAttention
-from .ops import AttentionOutput, Scores, attend, attend_with_lse, dilated_attention, merge
+from .ops import AttentionOutput, attend, attend_with_lse, dilated_attention, merge
 from .patterns import (
     DilatedPattern,
     Pattern,
@@ -56,7 +56,6 @@ __all__ = [
     "MultiheadDilatedAttention",
     "MultiheadPatternAttention",
     "Pattern",
-    "Scores",
     "adopt",
     "attend",
     "attend_with_lse",

@@ -25,13 +25,17 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.kernels.compilation import library_path, refusal_to_load
 from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.ops import Scores, attend_blocks
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
 from dilated_attention_pytorch.ops.remote import RemoteKeys, merge_rows
+from dilated_attention_pytorch.precision import accumulation_dtype
 from support.drawn import DrawnCall, Sizes, block_calls, calls, examples
 from support.processes import environment, run_whole
 
 pytestmark = pytest.mark.skipif(refusal_to_load() is not None, reason=str(refusal_to_load()))
 
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Under terms of the scores, whose gradients are sums over all pairs."""
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 PATTERNS: dict[str, Pattern] = {
     "dilated": DilatedPattern([16, 50, 128], [1, 2, 3]),
@@ -42,27 +46,59 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-def outcome(operands: list[Tensor], pattern: Pattern, impl: Impl, **options: Any) -> list[Tensor]:
+def outcome(
+    operands: list[Tensor],
+    pattern: Pattern,
+    impl: Impl,
+    terms: dict[str, Tensor] | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> list[Tensor]:
     """Output, log-sum-exp and gradients; the last two operands are the gradients of the outputs."""
     *leaves, grad_out, grad_lse = operands
     leaves = [x.detach().requires_grad_() for x in leaves]
+    dtype = accumulation_dtype(leaves[0].dtype)
+    of_scores = {name: x.to(dtype).requires_grad_() for name, x in (terms or {}).items()}
+    if terms or softcap:
+        options["scores"] = Scores(softcap, **of_scores)
     out, lse = attend_with_lse(*leaves, pattern, impl=impl, **options)
+    leaves += of_scores.values()
     seen = lse.masked_fill(lse == -math.inf, 0.0)
     grads = torch.autograd.grad((out, seen), leaves, (grad_out.to(out.dtype), grad_lse.to(lse.dtype)))
     return [out.detach(), lse.detach(), *grads]
 
 
-def draw(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """Operands of ``(batch, queries, keys, heads, key/value heads, width)``."""
+def draw(
+    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, seed: int = 0, value_dim: int | None = None
+) -> list[Tensor]:
+    """Operands of ``(batch, queries, keys, heads, key/value heads, width)``; values are as wide as keys by default."""
     generator = torch.Generator().manual_seed(seed)
     batch, queries, keys, heads, kv_heads, width = shape
-    sizes = [(batch, queries, heads, width), *[(batch, keys, kv_heads, width)] * 2, (batch, queries, heads, width)]
+    of_values = value_dim or width
+    sizes = [
+        (batch, queries, heads, width),
+        (batch, keys, kv_heads, width),
+        (batch, keys, kv_heads, of_values),
+        (batch, queries, heads, of_values),
+    ]
     operands = [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
     return [*operands, torch.randn(sizes[0][:3], generator=generator, dtype=torch.float64)]
 
 
+def draw_terms(operands: list[Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Biases by distance and by key for operands of :func:`draw`, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, of_keys = operands[0].shape[2], operands[1].shape[:3]
+    # Rounded to float32: every implementation gets the same.
+    return {
+        "slopes": torch.rand(heads, generator=generator).double() / 64,
+        "distance_bias": torch.randn(heads, 101, generator=generator).double(),
+        "key_bias": torch.randn(of_keys, generator=generator).double(),
+    }
+
+
 def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for name, got, want in zip(NAMES, found, expected, strict=False):
+    for name, got, want in zip((*NAMES, *("another gradient",) * 4), found, expected, strict=False):
         is_seen = want.isfinite()
         assert torch.equal(got.isfinite(), is_seen), name
         got, want = got.double()[is_seen], want.double()[is_seen]
@@ -132,7 +168,7 @@ def test_dropout_and_padding_leave_out_what_the_reference_leaves_out(name: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_keys_and_many_queries_are_taken_in_parts(dtype: torch.dtype) -> None:
     """More keys than lie packed at a time, and more queries; on several threads keys are dealt out as well."""
-    tolerance = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
+    of_products = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
     for shape, pattern in (
         ((1, 150, 2 * native.KEYS_OF_WINDOW + 300, 2, 1, 8), DilatedPattern([1 << 20], [1])),
         ((1, 150, 3 * native.KEYS_OF_WINDOW, 1, 1, 8), local_window(9000, 9000)),
@@ -141,10 +177,13 @@ def test_many_keys_and_many_queries_are_taken_in_parts(dtype: torch.dtype) -> No
     ):
         operands = draw(shape, dtype)
         offsets = {"query_offset": 8000} if shape[1] == 150 else {}
-        expected = outcome([x.double() for x in operands], pattern, "aten", **offsets)
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert_close(outcome(operands, pattern, "native", **offsets), expected, tolerance)
+        terms = draw_terms(operands)
+        del terms["slopes"]  # its gradient is a difference of sums of distances, thousands of times as large
+        for of_scores, tolerance in (((None, None), of_products), ((terms, 3.0), TOLERANCES[dtype])):
+            expected = outcome([x.double() for x in operands], pattern, "aten", *of_scores, **offsets)
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                assert_close(outcome(operands, pattern, "native", *of_scores, **offsets), expected, tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -234,12 +273,91 @@ def test_edges_of_bands_cut_tiles_of_any_number_of_heads(ratio: int) -> None:
                 assert_close(outcome(operands, pattern, "native", is_causal=is_causal), expected, tolerance)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_terms_of_the_scores_and_values_of_their_own_width(dtype: torch.dtype) -> None:
+    """Every term and their mixtures, under bands, lists and listed rows, with few and many queries and all masks."""
+
+    @examples(30, is_shrunk=False)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        batch, ratio, kv_heads = (data.draw(st.integers(1, most)) for most in (2, 5, 2))
+        keys, seed = data.draw(st.integers(1, 300)), data.draw(st.integers(0, 99))
+        queries = data.draw(st.one_of(st.just(keys), st.integers(1, min(4, keys))))
+        width, value_dim = (data.draw(st.sampled_from([1, 7, 16, 33, 64])) for _ in range(2))
+        shape = (batch, queries, keys, ratio * kv_heads, kv_heads, width)
+        operands = draw(shape, dtype, seed, value_dim)
+        names = data.draw(st.sets(st.sampled_from(["slopes", "distance_bias", "key_bias"])))
+        terms = {name: x for name, x in draw_terms(operands, seed).items() if name in names}
+        softcap = data.draw(st.sampled_from([None, 0.7, 3.0]))
+        hidden = torch.rand(batch, keys, generator=torch.Generator().manual_seed(seed)) < 0.3
+        name = data.draw(st.sampled_from([name for name in PATTERNS if name != "zero-padded"]))
+        options = {
+            "is_causal": data.draw(st.booleans()),
+            "query_offset": keys - queries,
+            "key_padding_mask": hidden if data.draw(st.booleans()) else None,
+            "dropout_p": data.draw(st.sampled_from([0.0, 0.37])),
+        }
+        torch.set_num_threads(data.draw(st.sampled_from([1, 3])))
+        both = []
+        for impl, tensors in (("native", operands), ("reference", [x.double() for x in operands])):
+            torch.manual_seed(3)
+            both.append(outcome(tensors, PATTERNS[name], impl, terms, softcap, **options))  # type: ignore[arg-type]
+        assert_close(*both, TOLERANCES[dtype])
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("query_block_size", [16, 1])
+def test_gates_are_added_to_the_terms_of_listed_blocks(dtype: torch.dtype, query_block_size: int) -> None:
+    for is_causal, dropout_p, has_gates in ((True, 0.0, True), (False, 0.37, True), (True, 0.0, False)):
+        q, k, v, of_out, of_lse = draw((2, 90, 90, 6, 2, 24), dtype, value_dim=40)
+        generator = torch.Generator().manual_seed(1)
+        blocks = torch.randint(-1, 6, (2, 2, -(-90 // query_block_size), 3), generator=generator)
+        gates = torch.randn(blocks.shape, generator=generator).double()
+        terms = draw_terms([q, k])
+        both = []
+        for impl, exact in (("native", False), ("aten", True)):
+            of_scores = torch.float64 if exact else torch.float32
+            leaves = [x.double() if exact else x for x in (q, k, v)] + [
+                x.to(of_scores) for x in (gates, *terms.values())
+            ]
+            leaves = [x.requires_grad_() for x in leaves if has_gates or x.shape != gates.shape]
+            torch.manual_seed(3)
+            out, lse = attend_blocks(
+                *leaves[:3],
+                blocks,
+                leaves[3] if has_gates else None,
+                block_size=16,
+                query_block_size=query_block_size,
+                is_causal=is_causal,
+                dropout_p=dropout_p,
+                scores=Scores(3.0, **dict(zip(terms, leaves[-3:], strict=True))),
+                impl=impl,  # type: ignore[arg-type]
+            )
+            seen = lse.masked_fill(lse == -math.inf, 0.0)
+            grads = torch.autograd.grad((out, seen), leaves, (of_out.to(out.dtype), of_lse.to(lse.dtype)))
+            both.append([out.detach(), lse.detach(), *grads])
+        assert_close(*both, TOLERANCES[dtype])
+
+
+def test_a_cap_far_above_the_scores_keeps_their_digits() -> None:
+    """The cap's error is relative to a score, not to the cap."""
+    for rows in (1, 97):
+        operands = draw((1, 97, 97, 4, 2, 16), torch.float32)
+        operands = [x[:, -rows:] if i in (0, 3, 4) else x for i, x in enumerate(operands)]
+        options: dict[str, Any] = {"query_offset": 97 - rows, "is_causal": True}
+        expected = outcome([x.double() for x in operands], PATTERNS["dilated"], "aten", **options)
+        assert_close(outcome(operands, PATTERNS["dilated"], "native", None, 1e5, **options), expected, 3e-6)
+
+
 def test_two_calls_give_the_same_bits() -> None:
     torch.set_num_threads(3)
     for pattern in PATTERNS.values():
         for dtype in (torch.float32, torch.bfloat16):
             operands = draw((2, 300, 300, 4, 2, 40), dtype)
-            first, second = (outcome(operands, pattern, "native", is_causal=True) for _ in range(2))
+            terms = draw_terms(operands)
+            first, second = (outcome(operands, pattern, "native", terms, 3.0, is_causal=True) for _ in range(2))
             assert all(map(torch.equal, first, second))
 
 
@@ -278,6 +396,8 @@ def test_other_devices_dtypes_and_widths_are_refused() -> None:
     wide = torch.randn(1, 8, 2, 264)
     with pytest.raises(NotImplementedError, match="up to 256 wide, got 264"):
         attend(wide, wide, wide, local_window(3), impl="native")
+    with pytest.raises(NotImplementedError, match="up to 256 wide, got 264"):
+        attend(wide[..., :8], wide[..., :8], wide, local_window(3), impl="native")
     meta = torch.empty(1, 8, 2, 16, device="meta")
     with pytest.raises(NotImplementedError, match="for CPUs, not for 'meta'"):
         attend(meta, meta, meta, local_window(3), impl="native")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
 
 TYPES = {
     **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
-    **dict.fromkeys(("LSE", "GRAD_LSE", "DELTA", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"),
+    **dict.fromkeys(
+        ("LSE", "GRAD_LSE", "DELTA", "GRAD_DISTANCE_BIAS", "GRAD_KEY_BIAS", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"
+    ),
     "TILES": ("*i32", "*i32", "*i32"),
     "PADDING": "*u8",
     "DROPOUT": ("*i64", "i32", "fp32"),
@@ -52,11 +55,29 @@ def rows(count: int, heads: int, head_dim: int, dtype: torch.dtype = torch.bfloa
     return torch.empty(1, count, heads, head_dim, dtype=dtype, device="meta")
 
 
+def terms_of(query: Tensor, key: Tensor) -> dict[str, Any]:
+    """Every term of the scores."""
+    distances = query.shape[1] + key.shape[1] - 1
+    return {
+        "distance_bias": query.new_empty(query.shape[2], distances, dtype=torch.float32),
+        "key_bias": key.new_empty(key.shape[:3], dtype=torch.float32),
+        "softcap": 50.0,
+    }
+
+
 def calls() -> Iterator[tuple[str, Problem]]:
-    """Plain calls, a decoding step whose position lies on the device, and a call with every option."""
+    """Plain calls, calls with terms of the scores, a decoding step whose position lies on the device, and a call with
+    every option."""
     for head_dim in (64, 128):
         q = rows(8192, 4, head_dim)
         yield f"plain, D = {head_dim}", Problem(q, q, q, PATTERN.groups, True, 0.1)
+    for head_dim, value_dim in ((64, 64), (192, 128)):
+        q, v = rows(8192, 4, head_dim), rows(8192, 4, value_dim)
+        terms = Problem(q, q, v, PATTERN.groups, True, 0.1, **terms_of(q, q))
+        yield f"terms, D = {head_dim}", terms
+    yield "a cap", replace(terms, distance_bias=None, key_bias=None)
+    q = rows(8192, 1, 256, torch.float32)
+    yield "terms, float32, D = 256", Problem(q, q, q, PATTERN.groups, True, 0.1, **terms_of(q, q))
     q, k = rows(1, 4, 64), rows(8192, 4, 64)
     position = torch.empty((), dtype=torch.int64, device="meta")
     yield "decoding", Problem(q, k, k, PATTERN.groups, True, 0.1, position, rules=local_window(255).rules)
@@ -67,6 +88,7 @@ def calls() -> Iterator[tuple[str, Problem]]:
         "dropout_seed": position,
         "dropout_p": 0.1,
         "rules": BOTH.rules,
+        **terms_of(q, k),
     }
     yield "every option", Problem(q, k, k, BOTH.groups, False, 0.1, **options)
 
@@ -83,8 +105,7 @@ def launches(problem: Problem) -> Iterator[tuple[Any, dict[str, Any]]]:
         yield order_kernel, part.order.keywords
         yield runs_kernel, walk.planning.keywords
         yield kernel, walk.computing.keywords
-    block_d, head_dim = plan.kind.block_d, plan.kind.head_dim
-    yield merge_splits_kernel, {"D": head_dim, "BLOCK_D": block_d, "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
+    yield merge_splits_kernel, {"WIDTH": plan.kind.widths[1], "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
@@ -96,17 +117,28 @@ def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
         types["PADDING"] = dtype
     if problem.dropout_seed is None:
         types["DROPOUT"] = (dtype, "i32", "fp32")
+    distance_bias = "constexpr" if problem.distance_bias is None else "*fp32"
+    key_bias = "constexpr" if problem.key_bias is None else ("*fp32", "i32", "i32", "i32")
+    types["TERMS"] = (distance_bias, key_bias, "fp32", "fp32")
     return types
+
+
+def _absent(problem: Problem) -> dict[str, None]:
+    """Operands that the kernels take as None."""
+    absent = {"GRAD_LSE": problem.dropout_seed, "GRAD_DISTANCE_BIAS": problem.distance_bias}
+    absent |= {"GRAD_KEY_BIAS": problem.key_bias}
+    if not plan_of(problem).kind.has_terms:
+        absent["TERMS"] = None
+    return {name: None for name, operand in absent.items() if operand is None}
 
 
 def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: str) -> Any:
     """A kernel as machine code; arguments without constants are tensors, in capitals, and sizes."""
     options = {name: keywords[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in keywords}
-    constants = {name: value for name, value in keywords.items() if name in kernel.arg_names}
-    dtype = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[problem.query.dtype]
+    constants: dict[Any, Any] = {name: value for name, value in keywords.items() if name in kernel.arg_names}
+    dtype = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[problem.query.dtype]
     types = TYPES | _types_of_absent(problem, dtype)
-    if problem.dropout_seed is None and "GRAD_LSE" in kernel.arg_names:
-        constants["GRAD_LSE"] = None
+    constants |= {name: None for name in _absent(problem) if name in kernel.arg_names}
     on_device = ("offset", "query_offset") if isinstance(problem.query_offset, Tensor) else ()
     signature: dict[str, Any] = {}
     hints = {}
@@ -120,7 +152,11 @@ def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: st
         # As Triton would find at launch: pointers and strides of whole rows are multiples of 16.
         parts = signature[name] if isinstance(signature[name], tuple) else None
         for at, one in enumerate(parts or (signature[name],)):
-            if (one.startswith("*") and name not in on_device) or name in STRIDED:
+            if isinstance(one, tuple):  # a tensor with strides within a tuple
+                hints[index, at, 0] = [["tt.divisibility", 16]]
+            elif parts and one == "constexpr":
+                constants[index, at] = None
+            elif (one.startswith("*") and name not in on_device) or name in STRIDED:
                 hints[(index, at) if parts else (index,)] = [["tt.divisibility", 16]]
     is_amd = target.startswith("gfx")
     device = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)

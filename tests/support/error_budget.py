@@ -10,7 +10,7 @@ Scores far apart have the probabilities 1 and 0 however they are rounded: that i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ class Budget(NamedTuple):
     grad_value: Tensor
 
 
-def budget(
+def budget(*operands: Any, **options: Any) -> Budget:
+    """The bounds of :func:`budget_with_scores` without those of the scores' gradient."""
+    return budget_with_scores(*operands, **options)[0]
+
+
+def budget_with_scores(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -33,8 +38,15 @@ def budget(
     scale: float,
     storage: torch.dtype,
     grad_lse: Tensor | None = None,
-) -> Budget:
-    """Element-wise bounds on the absolute errors, from float64 operands with heads of k and v already repeated."""
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Budget, Tensor]:
+    """Element-wise bounds on the absolute errors, from float64 operands with heads of k and v already repeated.
+
+    ``softcap`` and ``bias [B or 1, H, N, M]``: terms of the scores. A cap does not enlarge errors; it is computed to
+    8 roundings of its limit, and a bias to 4 of itself. The second result bounds the gradient of the scores as the
+    softmax takes them, ``[B, H, N, M]``.
+    """
     u = torch.finfo(storage).eps / 2
     a = torch.finfo(torch.float32).eps / 2
     num_queries, num_keys, head_dim = q.shape[1], k.shape[1], q.shape[3]
@@ -43,12 +55,18 @@ def budget(
         return x.transpose(1, 2)
 
     q, k, v, g = (over_heads(x) for x in (q, k, v, grad_out))
-    s = scale * q @ k.mT + counts.log()
+    s = scale * q @ k.mT
+    capped = torch.zeros_like(s) if softcap is None else torch.tanh(s / softcap)
+    s = (s if softcap is None else softcap * capped) + (0.0 if bias is None else bias) + counts.log()
     dead = (counts == 0).all(-1, keepdim=True)
     p = torch.where(dead, 0.0, torch.softmax(s.masked_fill(dead, 0.0), -1))
     out = p @ v
     # Scores: D products, then the scaling, the subtraction of the maximum and the exponential.
     score_error = (head_dim + 8) * a * (abs(scale) * q.abs() @ k.abs().mT).amax(-1, keepdim=True)
+    if softcap is not None:
+        score_error = score_error + 8 * a * softcap
+    if bias is not None:
+        score_error = score_error + 4 * a * bias.abs().masked_fill(counts == 0, 0.0).amax(-1, keepdim=True)
     exponential = 2.0**-13 if storage == torch.bfloat16 else 4 * a
     # If two scores differ by more than their errors and the range of exp, the smaller has the probability 0.
     two = s.masked_fill(dead, 0.0).topk(min(2, num_keys), dim=-1).values
@@ -59,16 +77,23 @@ def budget(
     lse = torch.where(dead, 0.0, s.masked_fill(dead, 0.0).logsumexp(-1, keepdim=True))
     lse_error = score_error + exponential + (num_keys + 32) * a + 4 * a * lse.abs()
     d_p = g @ v.mT
+    value_dim = v.shape[3]
     delta = (g * out).sum(-1, keepdim=True)
-    delta_error = (g.abs() * out_error).sum(-1, keepdim=True) + head_dim * a * (g.abs() * out.abs()).sum(-1, True)
+    delta_error = (g.abs() * out_error).sum(-1, keepdim=True) + value_dim * a * (g.abs() * out.abs()).sum(-1, True)
     if grad_lse is not None:
         of_lse = grad_lse.transpose(1, 2).unsqueeze(-1)
         delta, delta_error = delta - of_lse, delta_error + a * of_lse.abs()
     d_s = p * (d_p - delta)
-    d_s_error = p * (head_dim * a * g.abs() @ v.abs().mT + delta_error) + (p_relative + u) * d_s.abs()
+    d_s_error = p * (value_dim * a * g.abs() @ v.abs().mT + delta_error) + (p_relative + u) * d_s.abs()
+    of_score = d_s_error
+    if softcap is not None:
+        slope = 1 - capped.square()
+        slope_error = 2 * capped.abs() * score_error / softcap + 16 * a
+        d_s, d_s_error = d_s * slope, d_s_error * slope + d_s.abs() * slope_error
     grad_q_error = abs(scale) * (d_s_error @ k.abs() + (2 * u + num_keys * a) * d_s.abs() @ k.abs())
     grad_k_error = abs(scale) * (d_s_error.mT @ q.abs() + (2 * u + num_queries * a) * d_s.abs().mT @ q.abs())
     grad_v_error = ((p_relative + 3 * u + num_queries * a) * p).mT @ g.abs()
     errors = (out_error, grad_q_error, grad_k_error, grad_v_error)
     out_error, grad_q_error, grad_k_error, grad_v_error = (over_heads(x) for x in errors)
-    return Budget(out_error, lse_error.squeeze(-1).transpose(1, 2), grad_q_error, grad_k_error, grad_v_error)
+    of_lse = lse_error.squeeze(-1).transpose(1, 2)
+    return Budget(out_error, of_lse, grad_q_error, grad_k_error, grad_v_error), of_score

@@ -118,18 +118,44 @@ def dense_counts(
     return c, torch.from_numpy(zero_pad_keys).expand(batch, -1, -1)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """Terms of the scores, densely: ``cap(s) + bias``, and sinks in the denominator."""
+
+    softcap: float | None = None
+    bias: Tensor | None = None
+    """``[B or 1, H, N, M]``"""
+    sinks: Tensor | None = None
+    """``[H]``"""
+
+
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, zero_pad_keys: Tensor, scale: float, keep: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    zero_pad_keys: Tensor,
+    scale: float,
+    keep: Tensor | None = None,
+    terms: Terms = Terms(),
 ) -> tuple[Tensor, Tensor]:
     """``O`` and ``L`` by one softmax over ``s + log c``; a row without a key is 0 and -inf, with zero gradient."""
     ratio = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
     weights = torch.cat([counts, zero_pad_keys.unsqueeze(-1)], -1).repeat_interleave(ratio, 1)
-    s = torch.cat([scale * torch.einsum("bnhd,bmhd->bhnm", q, k), q.new_zeros(weights[..., :1].shape)], -1)
+    s = scale * torch.einsum("bnhd,bmhd->bhnm", q, k)
+    if terms.softcap is not None:
+        s = terms.softcap * torch.tanh(s / terms.softcap)
+    if terms.bias is not None:
+        s = s + terms.bias
+    s = torch.cat([s, q.new_zeros(weights[..., :1].shape)], -1)
+    if terms.sinks is not None:  # one more key, whose value is 0
+        weights = torch.cat([weights, torch.ones_like(weights[..., :1])], -1)
+        s = torch.cat([s, terms.sinks.view(-1, 1, 1).expand(s[..., :1].shape)], -1)
     s = torch.where(weights > 0, s + weights.clamp(min=1).to(s.dtype).log(), float("-inf"))
     dead = (weights == 0).all(-1)
     lse = torch.where(dead, 0.0, s.masked_fill(dead.unsqueeze(-1), 0.0).logsumexp(-1))
     # Not exp(s - lse), which is too coarse for scores of 1e16.
-    p = torch.where(weights > 0, s.masked_fill(dead.unsqueeze(-1), 0.0).softmax(-1), 0.0)[..., :-1]
+    p = torch.where(weights > 0, s.masked_fill(dead.unsqueeze(-1), 0.0).softmax(-1), 0.0)[..., : k.shape[1]]
     out = torch.einsum("bhnm,bmhd->bnhd", p if keep is None else p * keep, v)
     return out, lse.masked_fill(dead, float("-inf")).transpose(1, 2)

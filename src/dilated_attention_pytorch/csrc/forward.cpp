@@ -20,9 +20,10 @@ class Forward {
 
  public:
   Forward(const Partial& partial, const Masks& masks, const ForwardOperands& x)
-      : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
+      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query),
+        key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
         results_(x, partial, masks),
-        factor_(static_cast<float>(x.scale) * kLog2E), width_(rounded_up(partial.head_dim, kPairs)),
+        factor_(x.terms.factor()), width_(rounded_up(partial.head_dim, kPairs)),
         keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kPackedKeys)),
         positions_(std::min(std::max<int64_t>(1, kRowsOfTile / partial.ratio), longest_problem(partial))),
         tiles_(tiles_of(partial, positions_)), strip_(positions_of_strip(partial.ratio)) {}
@@ -32,9 +33,9 @@ class Forward {
     // One window of keys is packed at a time, for as many domains as fit.
     const int64_t window = p_.lists.empty() ? kKeysOfWindow : p_.num_keys;
     const int64_t blocks_of_domain = (std::min(p_.num_keys, window) + keys_of_block_ - 1) / keys_of_block_;
-    const int64_t of_block = keys_of_block_ * (width_ + p_.head_dim), bytes = blocks_of_domain * of_block * sizeof(C);
+    const int64_t of_block = keys_of_block_ * (width_ + p_.value_dim), bytes = blocks_of_domain * of_block * sizeof(C);
     const int64_t together = std::clamp<int64_t>(kPackedBytes / bytes, 1, num_domains);
-    const double operations = 4.0 * p_.head_dim * p_.pairs() / (num_domains * p_.num_keys);  // of a key of a domain
+    const double operations = 2.0 * (p_.head_dim + p_.value_dim) * p_.pairs() / (num_domains * p_.num_keys);  // of a key of a domain
     std::vector<Block> packed(together * blocks_of_domain);
     Buffer<C> memory;
     for (int64_t begin = 0; begin < p_.num_keys; begin += window) {
@@ -46,7 +47,7 @@ class Forward {
         C* factors = memory.at_least(places.size() * of_block);
         const int64_t threads_of_packing = threads_for(0.0, 2.0 * places.size() * of_block * sizeof(C));
         for_each_piece(places.size(), threads_of_packing, [&](const auto& next) {
-          std::vector<C> rows(keys_of_block_ * width_);
+          std::vector<C> rows(keys_of_block_ * std::max(width_, p_.value_dim));
           for (int64_t piece; (piece = next()) >= 0;) {
             Block& block = packed[places[piece]];
             block.factors = factors + piece * of_block;
@@ -55,6 +56,7 @@ class Forward {
           }
         });
         for_each_piece(some * num_tiles, threads_for(operations * some * (end - begin), 0.0), [&](const auto& next) {
+          const WithoutSubnormals normal(terms_);
           Scratch scratch(*this);
           for (int64_t piece; (piece = next()) >= 0;) {
             // From the end: the tiles of a causal partial that see most keys come first.
@@ -69,10 +71,10 @@ class Forward {
   }
 
  private:
-  // Keys as the right operands of both products: [width, keys] and [keys, head_dim].
+  // Keys as the right operands of both products: [width, keys] and [keys, value_dim].
   struct Block {
     C* factors;
-    std::vector<float> bias;        // -inf for hidden keys; empty if there are none
+    std::vector<float> bias;         // of the keys, -inf for hidden ones; empty if there is none
     std::vector<uint32_t> counters;  // of dropout
     bool is_hidden;                  // whether all keys are hidden
   };
@@ -87,7 +89,7 @@ class Forward {
       queries.resize(rows * f.width_);
       probabilities.resize(kPairs == 2 ? rows * f.keys_of_block_ : 0);
       scores.resize(rows * f.keys_of_block_);
-      sums.resize(rows * f.p_.head_dim);
+      sums.resize(rows * f.p_.value_dim);
       top.resize(rows);
       totals.resize(rows * kLanes);
       counters.resize(rows);
@@ -121,29 +123,33 @@ class Forward {
   }
 
   void pack(const Domain& d, int64_t first, int64_t stop, C* rows, Block& block) const {
-    const int64_t count = std::min(keys_of_block_, stop - first), head_dim = p_.head_dim;
+    const int64_t count = std::min(keys_of_block_, stop - first), value_dim = p_.value_dim;
     int64_t num_hidden = 0;
     block.bias.clear();
-    for (int64_t x = 0; x < count; x++)
-      if (masks_.hides(d, p_.key_row(d, first + x))) {
+    if (terms_.key_bias) block.bias.resize(keys_of_block_);
+    for (int64_t x = 0; x < count; x++) {
+      const int64_t row = p_.key_row(d, first + x);
+      if (terms_.key_bias) block.bias[x] = terms_.of_key(d, row);
+      if (masks_.hides(d, row)) {
         block.bias.resize(keys_of_block_);
         block.bias[x] = -kInfinity;
         num_hidden++;
       }
+    }
     block.is_hidden = num_hidden == count;
     if (block.is_hidden) return;
-    const auto copy = [&](const Rows<const T>& from, int64_t width) {
+    const auto copy = [&](const Rows<const T>& from, int64_t dim, int64_t width) {
       for (int64_t x = 0; x < keys_of_block_; x++) {
         C* to = rows + x * width;
-        const bool is_read = x < count && (num_hidden == 0 || block.bias[x] == 0.0f);
-        if (is_read) convert(from.at(d.batch, p_.key_row(d, first + x), d.head), to, head_dim);
-        std::fill(is_read ? to + head_dim : to, to + width, C(0));
+        const bool is_read = x < count && (num_hidden == 0 || block.bias[x] != -kInfinity);
+        if (is_read) convert(from.at(d.batch, p_.key_row(d, first + x), d.head), to, dim);
+        std::fill(is_read ? to + dim : to, to + width, C(0));
       }
     };
-    copy(key_, width_);
+    copy(key_, p_.head_dim, width_);
     pack_transposed(rows, width_, block.factors, keys_of_block_, keys_of_block_, width_);
-    copy(value_, head_dim);
-    pack_rows(rows, head_dim, block.factors + width_ * keys_of_block_, keys_of_block_, head_dim);
+    copy(value_, value_dim, value_dim);
+    pack_rows(rows, value_dim, block.factors + width_ * keys_of_block_, keys_of_block_, value_dim);
     if (!masks_.is_dropped) return;
     block.counters.assign(keys_of_block_, 0);
     for (int64_t x = 0; x < count; x++) block.counters[x] = masks_.of_key(p_.key_row(d, first + x));
@@ -163,7 +169,7 @@ class Forward {
         p_.for_each_run(d, strip, first, stop, [&](const Run& run) {
           if (!is_begun) load(d, problem, tile, s);
           is_begun = true;
-          add(strip, (i - tile.first) * p_.ratio, packed[at], first, run, s);
+          add(d, strip, (i - tile.first) * p_.ratio, packed[at], first, run, s);
         });
       }
     }
@@ -173,7 +179,7 @@ class Forward {
         const float total = sum_of(Floats::loadu(s.totals.data() + r * kLanes));
         if (total == 0.0f) continue;  // the query sees none of these keys
         results_.merge(
-            d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g, s.sums.data() + r * p_.head_dim,
+            d.batch, p_.query_row(d, problem, i), d.head * p_.ratio + g, s.sums.data() + r * p_.value_dim,
             s.top[r] * (factor_ * kLn2), total);
       }
   }
@@ -199,26 +205,32 @@ class Forward {
         if (masks_.is_dropped) s.counters[r] = masks_.of_query(d.batch, head, row);
       }
     std::fill(s.queries.begin() + rows * width_, s.queries.begin() + height_of(tile) * width_, C(0));
-    std::fill_n(s.sums.begin(), height_of(tile) * p_.head_dim, 0.0f);
+    std::fill_n(s.sums.begin(), height_of(tile) * p_.value_dim, 0.0f);
     std::fill_n(s.top.begin(), rows, -kInfinity);
     std::fill_n(s.totals.begin(), rows * kLanes, 0.0f);
   }
 
   // Adds a run of a block, which begins with key `first`, to a strip: the tile's rows from `first_row` on.
-  void add(const Tile& tile, int64_t first_row, const Block& block, int64_t first, const Run& of_keys, Scratch& s) const {
-    const int64_t rows = rows_of(tile), height = height_of(tile), head_dim = p_.head_dim;
+  void add(
+      const Domain& d, const Tile& tile, int64_t first_row, const Block& block, int64_t first, const Run& of_keys, Scratch& s) const {
+    const int64_t rows = rows_of(tile), height = height_of(tile), value_dim = p_.value_dim;
     const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
     const int64_t position = p_.position(tile), last = position + tile.stop - tile.first - 1;
     const int64_t begin = run / kAlignment * kAlignment, count = rounded_up(run_end - begin, kAlignment);
     const C *keys = block.factors, *values = keys + keys_of_block_ * width_;
-    float *scores = s.scores.data() + first_row * keys_of_block_, *sums = s.sums.data() + first_row * head_dim;
+    float *scores = s.scores.data() + first_row * keys_of_block_, *sums = s.sums.data() + first_row * value_dim;
     multiply(height, count, width_, s.queries.data() + first_row * width_, width_, keys + begin * kPairs, keys_of_block_, scores, keys_of_block_, false);
     const bool is_banded = last + p_.low > first + run || position + p_.high < first + run_end - 1;
     const bool is_masked = is_banded || begin < run || run_end < begin + count;
-    // In the units of the product, which is multiplied by the factor.
+    // In the units of the scores, which are multiplied by the factor.
     const float gate = of_keys.gate == 0.0f ? 0.0f : static_cast<float>(of_keys.gate * (double{kLog2E} / factor_));
+    float copy[kPackedKeys];
     for (int64_t r = 0; r < rows; r++) {
       float* row = scores + r * keys_of_block_;
+      if (has_terms_) {
+        const int64_t distance = first + begin - p_.query_index(p_.problems[tile.problem], tile.first + r / p_.ratio);
+        terms_.apply(row, count, terms_.of_distances(d.head * p_.ratio + r % p_.ratio, distance, count, copy));
+      }
       if (!block.bias.empty())
         for (int64_t x = 0; x < count; x++) row[x] += block.bias[begin + x];
       if (is_masked) {
@@ -232,10 +244,11 @@ class Forward {
       const float decay = exponentiate(row, probabilities, count, gate, s.top[first_row + r], s.totals.data() + (first_row + r) * kLanes);
       if (masks_.is_dropped) drop(s.counters[first_row + r], block.counters.data() + begin, probabilities, count);
       if (decay != 1.0f)
-        for (int64_t c = 0; c < head_dim; c++) sums[r * head_dim + c] *= decay;
+        for (int64_t c = 0; c < value_dim; c++) sums[r * value_dim + c] *= decay;
     }
     multiply(
-        height, head_dim, count, s.probabilities_at(first_row * keys_of_block_), keys_of_block_, values + begin * head_dim, head_dim, sums, head_dim,
+        height, value_dim, count, s.probabilities_at(first_row * keys_of_block_), keys_of_block_, values + begin * value_dim, value_dim, sums,
+        value_dim,
         true);
   }
 
@@ -281,6 +294,8 @@ class Forward {
 
   const Partial& p_;
   const Masks& masks_;
+  const Terms& terms_;
+  const bool has_terms_;
   const Rows<const T> query_, key_, value_;
   const Results<T> results_;
   const float factor_;

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "partial.h"
+#include "terms.h"
 
 namespace dilated_attention {
 
@@ -29,16 +30,17 @@ struct Origin {
 // nothing was merged yet. `out` may have the queries' dtype if every row is merged into once; otherwise it is float32.
 struct ForwardOperands {
   const at::Tensor &query, &key, &value, &out, &lse;
-  double scale;
+  const Terms& terms;
   Origin of_out, of_keys;
 };
 
-// Gradients are float32 and are added to.
+// Gradients are float32 and are added to; those of the line and of the keys' bias are optional.
 struct BackwardOperands {
   const at::Tensor &grad_out, &query, &key, &value, &out, &lse;
   const std::optional<at::Tensor>& grad_lse;
   const at::Tensor &grad_query, &grad_key, &grad_value;
-  double scale;
+  const std::optional<at::Tensor>&grad_line, &grad_key_bias;
+  const Terms& terms;
   Origin of_grad_query, of_grad_keys, of_keys;
 };
 

@@ -15,7 +15,7 @@ using at::Tensor;
 // Without `rows`, problems are consecutive. Units are listed domain after domain, and reused cyclically if there are
 // more domains; `gates` are optional.
 Partial partial_of(
-    int64_t head_dim, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
+    const Tensor& query, const Tensor& value, int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes,
     const std::optional<Tensor>& rows, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units,
     const std::optional<Tensor>& unit_ends, const std::optional<Tensor>& gates,
     const std::optional<Tensor>& grad_gates) {
@@ -38,7 +38,8 @@ Partial partial_of(
   partial.high = geometry[8];
   partial.unit = geometry[9];
   partial.ratio = ratio;
-  partial.head_dim = head_dim;
+  partial.head_dim = query.size(3);
+  partial.value_dim = value.size(3);
   if (row_ends) {
     const int64_t* row_end = row_ends->const_data_ptr<int64_t>();
     for (int64_t i = 0, row = 0; i < row_ends->numel(); row = row_end[i++])
@@ -81,17 +82,32 @@ Masks masks_of(
   return masks;
 }
 
+Terms terms_of(
+    double scale, double softcap, const std::optional<Tensor>& line, int64_t origin, const std::optional<Tensor>& key_bias,
+    const Origin& of_keys) {
+  Terms terms{static_cast<float>(scale), static_cast<float>(softcap)};
+  if (line) {
+    terms.line = line->const_data_ptr<float>();
+    terms.length = line->size(1);
+    terms.origin = origin;
+  }
+  if (key_bias) terms.key_bias.emplace(*key_bias, of_keys.row, of_keys.head);
+  return terms;
+}
+
 void attend(
     const Tensor& query, const Tensor& key, const Tensor& value, Tensor out, Tensor lse, IntArrayRef first,
     int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
     const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
-    double scale, const std::optional<Tensor>& gates) {
+    double scale, const std::optional<Tensor>& gates, double softcap, const std::optional<Tensor>& line, int64_t origin,
+    const std::optional<Tensor>& key_bias) {
   const Partial partial =
-      partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, {});
+      partial_of(query, value, ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, {});
   if (is_empty(partial)) return;
   const Origin of_out{first[0], first[1]}, of_keys{first[2], first[3]};
-  forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, scale, of_out, of_keys});
+  const Terms terms = terms_of(scale, softcap, line, origin, key_bias, of_keys);
+  forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, terms, of_out, of_keys});
 }
 
 void attend_backward(
@@ -100,15 +116,18 @@ void attend_backward(
     int64_t ratio, IntArrayRef geometry, IntArrayRef heads, IntArrayRef axes, const std::optional<Tensor>& rows,
     const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
-    double scale, const std::optional<Tensor>& gates, const std::optional<Tensor>& grad_gates) {
+    double scale, const std::optional<Tensor>& gates, double softcap, const std::optional<Tensor>& line, int64_t origin,
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& grad_gates, const std::optional<Tensor>& grad_line,
+    const std::optional<Tensor>& grad_key_bias) {
   const Partial partial =
-      partial_of(query.size(3), ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, grad_gates);
+      partial_of(query, value, ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, grad_gates);
   if (is_empty(partial)) return;
   const Origin of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
+  const Terms terms = terms_of(scale, softcap, line, origin, key_bias, of_keys);
   backward(
       partial, masks_of(hidden, seed, dropout_p, places, of_keys),
-      {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, scale, of_grad_query, of_grad_keys,
-       of_keys});
+      {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, grad_line, grad_key_bias, terms,
+       of_grad_query, of_grad_keys, of_keys});
 }
 
 // For estimates of memory (`kernels/native.py`).
@@ -120,7 +139,7 @@ std::vector<int64_t> sizes() { return {kKeysOfWindow, kPackedKeys, kPackedBytes,
 #define PARTIAL                                                                                                  \
   "int[] first, int ratio, int[] geometry, int[] heads, int[] axes, Tensor? rows, Tensor? row_ends, "            \
   "Tensor? units, Tensor? unit_ends, Tensor? hidden, Tensor? seed, float dropout_p, int[] places, float scale, " \
-  "Tensor? gates=None"
+  "Tensor? gates=None, float softcap=0.0, Tensor? line=None, int origin=0, Tensor? key_bias=None"
 
 TORCH_LIBRARY(dilated_attention_native, m) {
   m.def("sizes", &dilated_attention::sizes);
@@ -128,7 +147,7 @@ TORCH_LIBRARY(dilated_attention_native, m) {
   m.def(
       "attend_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_lse, "
       "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, " PARTIAL
-      ", Tensor(d!)? grad_gates=None) -> ()");
+      ", Tensor(d!)? grad_gates=None, Tensor(e!)? grad_line=None, Tensor(f!)? grad_key_bias=None) -> ()");
 }
 
 // For CPU tensors only; fake tensors are handled by what Python registers.

@@ -73,10 +73,15 @@ struct Partial {
   int64_t low, high;                 // the query at position i sees key j only if low <= j - i <= high
   int64_t unit;                      // keys per unit
   int64_t ratio;                     // query heads per key/value head
-  int64_t head_dim;
+  int64_t head_dim, value_dim;       // width of queries and keys, and of values
 
   int64_t query_row(const Domain& domain, const Problem& problem, int64_t i) const {
     return domain.query_row + (problem.rows == nullptr ? (problem.position + i) * step : problem.rows[i]);
+  }
+
+  // Index of a query among the keys: its position, or its row where rows are listed.
+  int64_t query_index(const Problem& problem, int64_t i) const {
+    return problem.rows == nullptr ? problem.position + i : problem.rows[i];
   }
 
   int64_t key_row(const Domain& domain, int64_t j) const { return domain.key_row + j * key_step; }

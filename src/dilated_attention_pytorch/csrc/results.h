@@ -11,7 +11,7 @@ class Results {
   Results(const ForwardOperands& x, const Partial& partial, const Masks& masks)
       : out_(x.out, x.of_out.row, x.of_out.head * partial.ratio),
         rounded_out_(x.out, x.of_out.row, x.of_out.head * partial.ratio), lse_(x.lse),
-        is_rounded_(x.out.scalar_type() != at::kFloat), head_dim_(partial.head_dim), keep_factor_(masks.keep_factor) {}
+        is_rounded_(x.out.scalar_type() != at::kFloat), width_(partial.value_dim), keep_factor_(masks.keep_factor) {}
 
   // `sums` and `total` are of the powers of scores relative to `top`; `sums` is overwritten.
   void merge(int64_t batch, int64_t row, int64_t head, float* sums, float top, float total) const {
@@ -19,17 +19,17 @@ class Results {
     const float own = top + logf(total);
     if (*lse == -kInfinity) {
       const float factor = keep_factor_ / total;
-      for (int64_t c = 0; c < head_dim_; c++) sums[c] *= factor;
+      for (int64_t c = 0; c < width_; c++) sums[c] *= factor;
       *lse = own;
     } else {
       const float weight = 1.0f / (1.0f + expf(*lse - own)), rest = 1.0f - weight, factor = weight * keep_factor_ / total;
-      for (int64_t c = 0; c < head_dim_; c++) sums[c] = earlier(batch, row, head, c) * rest + sums[c] * factor;
+      for (int64_t c = 0; c < width_; c++) sums[c] = earlier(batch, row, head, c) * rest + sums[c] * factor;
       *lse = std::max(*lse, own) + log1pf(expf(-std::abs(*lse - own)));
     }
     if (is_rounded_)
-      convert(sums, rounded_out_.at(batch, row, head), head_dim_);
+      convert(sums, rounded_out_.at(batch, row, head), width_);
     else
-      std::copy_n(sums, head_dim_, out_.at(batch, row, head));
+      std::copy_n(sums, width_, out_.at(batch, row, head));
   }
 
  private:
@@ -41,7 +41,7 @@ class Results {
   const Rows<T> rounded_out_;
   const Rows<float> lse_;
   const bool is_rounded_;
-  const int64_t head_dim_;
+  const int64_t width_;
   const float keep_factor_;
 };
 

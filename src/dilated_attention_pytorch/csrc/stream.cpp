@@ -23,10 +23,11 @@ class Stream {
 
  public:
   Stream(const Partial& partial, const Masks& masks, const ForwardOperands& x)
-      : p_(partial), masks_(masks), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head),
-        value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
-        factor_(static_cast<float>(x.scale) * kLog2E), of_gate_(double{kLog2E} / factor_), width_(rounded_up(partial.head_dim, kPairs)),
-        sum_width_(rounded_up(partial.head_dim, 2 * kLanes)), position_(partial.problems[0].position),
+      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query),
+        key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
+        factor_(x.terms.factor()), of_gate_(double{kLog2E} / factor_), width_(rounded_up(partial.head_dim, kPairs)),
+        query_width_(rounded_up(partial.head_dim, 2 * kLanes)), sum_width_(rounded_up(partial.value_dim, 2 * kLanes)),
+        position_(partial.problems[0].position),
         positions_(partial.problems[0].count), rows_(positions_ * partial.ratio) {}
 
   void run() {
@@ -38,8 +39,10 @@ class Stream {
     float* sums = memory.at_least(num_domains * chunks * of_chunk);
     // Chunk by chunk, as the rows of all heads are adjacent.
     const int64_t together = rows_ <= kFewRows ? kDomainsTogether : 1, groups = (num_domains + together - 1) / together;
-    const double bytes = 2.0 * num_domains * most * p_.head_dim * sizeof(T), operations = 4.0 * p_.head_dim * p_.pairs();
+    const int64_t of_pair = p_.head_dim + p_.value_dim;
+    const double bytes = 1.0 * num_domains * most * of_pair * sizeof(T), operations = 2.0 * of_pair * p_.pairs();
     for_each_piece(groups * chunks, threads_for(operations, bytes), [&](const auto& next) {
+      const WithoutSubnormals normal(terms_);
       std::optional<Scratch> scratch;
       Few memory_of_few;
       std::vector<Keys> keys(together);
@@ -54,14 +57,14 @@ class Stream {
           case 3: few(std::integral_constant<int, 3>()); break;
           case 4: few(std::integral_constant<int, 4>()); break;
           default:
-            if (!scratch) scratch.emplace(width_, p_.head_dim);
+            if (!scratch) scratch.emplace(width_, p_.value_dim);
             add(keys[0], of_piece, *scratch);
         }
       }
       at::native::cpublas::brgemm_release(kPairs == 2);
     });
     for_each_piece(num_domains, threads_for(0.0, sizeof(float) * num_domains * chunks * of_chunk), [&](const auto& next) {
-      std::vector<float> line(p_.head_dim);
+      std::vector<float> line(p_.value_dim);
       for (int64_t domain; (domain = next()) >= 0;)
         for (int64_t r = 0; r < rows_; r++) merge(p_.domains[domain], r, sums + domain * chunks * of_chunk, chunks, line);
     });
@@ -71,8 +74,9 @@ class Stream {
   struct Scratch {
     std::vector<C> queries, queries_t, rows, values, probabilities;
     std::vector<float> scores, transposed;
-    Scratch(int64_t width, int64_t head_dim)
-        : queries(kColumns * width), queries_t(kColumns * width), rows(kKeysOfChunk * width), values(kKeysOfChunk * head_dim),
+    Scratch(int64_t width, int64_t value_dim)
+        : queries(kColumns * width), queries_t(kColumns * width), rows(kKeysOfChunk * std::max(width, value_dim)),
+          values(kKeysOfChunk * value_dim),
           probabilities(kPairs == 2 ? kColumns * kKeysOfChunk : 0), scores(kKeysOfChunk * kColumns), transposed(kColumns * kKeysOfChunk) {}
   };
 
@@ -87,7 +91,7 @@ class Stream {
     int64_t count;
     int64_t places[kKeysOfChunk];  // indices among the keys of the domain
     int64_t rows[kKeysOfChunk];
-    float gates[kKeysOfChunk];  // in the units of products, which are multiplied by the factor
+    float gates[kKeysOfChunk];  // in the units of scores, which are multiplied by the factor
     bool is_listed, has_gates, has_hidden, is_banded;
     bool is_hidden[kKeysOfChunk];
   };
@@ -122,9 +126,9 @@ class Stream {
     }
   }
 
-  // For these keys: sums of values [rows, head_dim], then the largest score and the total of every row.
+  // For these keys: sums of values [rows, value_dim], then the largest score and the total of every row.
   void add(const Keys& k, float* sums, Scratch& s) const {
-    const int64_t keys = rounded_up(k.count, 16), head_dim = p_.head_dim;
+    const int64_t keys = rounded_up(k.count, 16), value_dim = p_.value_dim;
     if (keys == 0) {  // the list of this domain is shorter than others
       std::fill_n(sums + rows_ * sum_width_, kColumns, -kInfinity);
       return;
@@ -132,16 +136,18 @@ class Stream {
     std::fill(s.queries.begin(), s.queries.end(), C(0));
     for (int64_t r = 0; r < rows_; r++) load(*k.domain, r, s.queries.data() + r * width_);
     pack_transposed(s.queries.data(), width_, s.queries_t.data(), kColumns, kColumns, width_);
-    const Matrix of_keys = rows_of(key_, k, keys, width_, s);
+    const Matrix of_keys = rows_of(key_, k, keys, p_.head_dim, width_, s);
     multiply(keys, kColumns, width_, of_keys.data, of_keys.ld, s.queries_t.data(), kColumns, s.scores.data(), kColumns, false);
+    if (has_terms_) terms_.apply(s.scores.data(), keys * kColumns);
+    for (int64_t r = 0; r < rows_ && has_terms_; r++) add_terms(k, r, s.scores.data() + r, kColumns);
     mask(k, keys, s.scores.data());
     exponentiate(keys, sums + rows_ * sum_width_, s);
-    Matrix of_values = rows_of(value_, k, keys, head_dim, s);
+    Matrix of_values = rows_of(value_, k, keys, value_dim, value_dim, s);
     if constexpr (kPairs == 2) {
-      pack_rows(of_values.data, of_values.ld, s.values.data(), keys, head_dim);
-      of_values = {s.values.data(), head_dim};
+      pack_rows(of_values.data, of_values.ld, s.values.data(), keys, value_dim);
+      of_values = {s.values.data(), value_dim};
     }
-    multiply(rows_, head_dim, keys, probabilities_of(s), kKeysOfChunk, of_values.data, of_values.ld, sums, sum_width_, false);
+    multiply(rows_, value_dim, keys, probabilities_of(s), kKeysOfChunk, of_values.data, of_values.ld, sums, sum_width_, false);
   }
 
   // Like `add`, with scores as [queries, keys], for several domains.
@@ -150,40 +156,41 @@ class Stream {
     // For up to two float32 rows, one key at a time is as fast as memory; else fewer instructions per key are faster.
     constexpr int kTogether = std::is_same_v<T, float> && kRows <= 2 ? 1 : 4;
     constexpr int64_t of_scores = kRows * kKeysOfChunk;
-    const int64_t of_rows = kRows * sum_width_;
+    const int64_t of_queries = kRows * query_width_, of_sums = kRows * sum_width_;
     float* scores = few.scores.at_least(num_domains * of_scores);
-    C* queries = few.queries.at_least(num_domains * of_rows);
-    std::fill_n(queries, num_domains * of_rows, C(0));
+    C* queries = few.queries.at_least(num_domains * of_queries);
+    std::fill_n(queries, num_domains * of_queries, C(0));
     std::fill_n(scores, num_domains * of_scores, -kInfinity);
     for (int64_t i = 0; i < num_domains; i++) {
-      for (int64_t r = 0; r < kRows; r++) load(*keys[i].domain, r, queries + i * of_rows + r * sum_width_);
-      std::fill_n(sums + i * of_domain, of_rows, 0.0f);
+      for (int64_t r = 0; r < kRows; r++) load(*keys[i].domain, r, queries + i * of_queries + r * query_width_);
+      std::fill_n(sums + i * of_domain, of_sums, 0.0f);
     }
     // Sizes are captured by value, so that they stay in registers.
-    const int64_t width = sum_width_, head_dim = p_.head_dim;
-    for_each_rows<kTogether>(key_, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
+    const int64_t query_width = query_width_, sum_width = sum_width_;
+    const int64_t head_dim = p_.head_dim, value_dim = p_.value_dim;
+    for_each_rows<kTogether>(key_, head_dim, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
       constexpr int kKeys = std::tuple_size_v<std::decay_t<decltype(rows)>>;
       Floats dots[kRows][kKeys];
       for (auto& of_row : dots) std::fill_n(of_row, kKeys, Floats(0.0f));
       for (int64_t c = 0; c < head_dim; c += Numbers::size())
         for (int y = 0; y < kKeys; y++) {
           const Numbers part = part_of(rows[y], c, head_dim);
-          for (int r = 0; r < kRows; r++) dots[r][y] = add_products(part, queries + i * of_rows + r * width + c, dots[r][y]);
+          for (int r = 0; r < kRows; r++) dots[r][y] = add_products(part, queries + i * of_queries + r * query_width + c, dots[r][y]);
         }
       for (int r = 0; r < kRows; r++) store_sums(dots[r], scores + i * of_scores + r * kKeysOfChunk + x);
     });
     for (int64_t i = 0; i < num_domains; i++)
       for (int64_t r = 0; r < kRows; r++)
-        exponentiate_few(keys[i], r, scores + i * of_scores + r * kKeysOfChunk, sums + i * of_domain + of_rows + r);
-    for_each_rows<kTogether>(value_, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
+        exponentiate_few(keys[i], r, scores + i * of_scores + r * kKeysOfChunk, sums + i * of_domain + of_sums + r);
+    for_each_rows<kTogether>(value_, value_dim, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
       constexpr int kKeys = std::tuple_size_v<std::decay_t<decltype(rows)>>;
       Floats powers[kRows][kKeys];
       for (int r = 0; r < kRows; r++)
         for (int y = 0; y < kKeys; y++) powers[r][y] = Floats(scores[i * of_scores + r * kKeysOfChunk + x + y]);
-      for (int64_t c = 0; c < head_dim; c += Numbers::size()) {
+      for (int64_t c = 0; c < value_dim; c += Numbers::size()) {
         Numbers parts[kKeys];
-        for (int y = 0; y < kKeys; y++) parts[y] = part_of(rows[y], c, head_dim);
-        for (int r = 0; r < kRows; r++) add_weighted(powers[r], parts, sums + i * of_domain + r * width + c);
+        for (int y = 0; y < kKeys; y++) parts[y] = part_of(rows[y], c, value_dim);
+        for (int r = 0; r < kRows; r++) add_weighted(powers[r], parts, sums + i * of_domain + r * sum_width + c);
       }
     });
   }
@@ -191,7 +198,7 @@ class Stream {
   // Calls `body(domain, key, rows)` for the rows of a chunk that are not hidden, several keys at a time: for all
   // domains before the next keys, as heads are adjacent and memory is read fastest in its order.
   template <int kKeys, class Body>
-  void for_each_rows(const Rows<const T>& from, const Keys* keys, int64_t num_domains, Body body) const {
+  void for_each_rows(const Rows<const T>& from, int64_t dim, const Keys* keys, int64_t num_domains, Body body) const {
     constexpr int64_t of_line = 64 / static_cast<int64_t>(sizeof(T));
     const T* begin[kDomainsTogether];
     int64_t count = 0;
@@ -199,13 +206,13 @@ class Stream {
       begin[i] = from.at(keys[i].domain->batch, 0, keys[i].domain->head);
       count = std::max(count, keys[i].count);
     }
-    const int64_t stride = from.row_stride(), head_dim = p_.head_dim;
-    const int64_t ahead = kBytesAhead / (num_domains * head_dim * static_cast<int64_t>(sizeof(T))) + kKeys;
+    const int64_t stride = from.row_stride();
+    const int64_t ahead = kBytesAhead / (num_domains * dim * static_cast<int64_t>(sizeof(T))) + kKeys;
     for (int64_t x = 0; x < count; x += kKeys)
       for (int64_t i = 0; i < num_domains; i++) {
         const auto at = [&](int64_t y) { return begin[i] + keys[i].rows[y] * stride; };
         for (int64_t y = x + ahead; y < std::min(x + ahead + kKeys, keys[i].count); y++)
-          for (int64_t c = 0; c < head_dim; c += of_line) __builtin_prefetch(at(y) + c, 0, 2);
+          for (int64_t c = 0; c < dim; c += of_line) __builtin_prefetch(at(y) + c, 0, 2);
         if (!keys[i].has_hidden && x + kKeys <= keys[i].count) {
           std::array<const T*, kKeys> rows;
           for (int y = 0; y < kKeys; y++) rows[y] = at(x + y);
@@ -218,14 +225,27 @@ class Stream {
   }
 
   // The numbers of a row from index `c` on, zeros after the last.
-  static Numbers part_of(const T* row, int64_t c, int64_t head_dim) {
-    return c + Numbers::size() <= head_dim ? Numbers::loadu(row + c) : Numbers::loadu(row + c, head_dim - c);
+  static Numbers part_of(const T* row, int64_t c, int64_t dim) {
+    return c + Numbers::size() <= dim ? Numbers::loadu(row + c) : Numbers::loadu(row + c, dim - c);
+  }
+
+  // Scores of one query, whose keys' products are `of_key` apart, without masks.
+  void add_terms(const Keys& k, int64_t r, float* scores, int64_t of_key) const {
+    const int64_t head = k.domain->head * p_.ratio + r % p_.ratio, index = p_.query_index(p_.problems[0], r / p_.ratio);
+    for (int64_t x = 0; x < k.count; x++)
+      scores[x * of_key] += terms_.of_distance(head, k.places[x] - index) + terms_.of_key(*k.domain, k.rows[x]);
   }
 
   // Powers of two of a query's scores relative to the largest; `top`: the largest, and `kColumns` later the total.
   void exponentiate_few(const Keys& k, int64_t r, float* scores, float* top) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     const int64_t keys = rounded_up(k.count, kLanes), position = position_ + r / p_.ratio;
+    if (has_terms_) {
+      terms_.apply(scores, keys);
+      add_terms(k, r, scores, 1);
+      for (int64_t x = 0; x < keys; x++)
+        if (x >= k.count || k.is_hidden[x]) scores[x] = -kInfinity;
+    }
     for (int64_t x = 0; x < k.count && k.has_gates; x++) scores[x] += k.gates[x];
     for (int64_t x = 0; x < k.count && k.is_banded; x++)
       if (k.places[x] < position + p_.low || k.places[x] > position + p_.high) scores[x] = -kInfinity;
@@ -247,16 +267,16 @@ class Stream {
   };
 
   // Rows of keys or values in place if they are evenly spaced, all seen and need no conversion; otherwise a copy.
-  Matrix rows_of(const Rows<const T>& from, const Keys& k, int64_t keys, int64_t width, Scratch& s) const {
+  Matrix rows_of(const Rows<const T>& from, const Keys& k, int64_t keys, int64_t dim, int64_t width, Scratch& s) const {
     const Domain& d = *k.domain;
     if constexpr (std::is_same_v<T, C>)
-      if (k.count == kKeysOfChunk && !k.is_listed && !k.has_hidden && width == p_.head_dim)
+      if (k.count == kKeysOfChunk && !k.is_listed && !k.has_hidden && width == dim)
         return {from.at(d.batch, k.rows[0], d.head), from.row_stride() * p_.key_step};
     C* to = s.rows.data();
     for (int64_t x = 0; x < keys; x++, to += width) {
       const bool is_read = x < k.count && !k.is_hidden[x];
-      if (is_read) convert(from.at(d.batch, k.rows[x], d.head), to, p_.head_dim);
-      std::fill(is_read ? to + p_.head_dim : to, to + width, C(0));
+      if (is_read) convert(from.at(d.batch, k.rows[x], d.head), to, dim);
+      std::fill(is_read ? to + dim : to, to + width, C(0));
     }
     return {s.rows.data(), width};
   }
@@ -315,7 +335,7 @@ class Stream {
   }
 
   void merge(const Domain& d, int64_t r, const float* sums, int64_t chunks, std::vector<float>& line) const {
-    const int64_t head_dim = p_.head_dim, of_chunk = rows_ * sum_width_ + 2 * kColumns;
+    const int64_t value_dim = p_.value_dim, of_chunk = rows_ * sum_width_ + 2 * kColumns;
     float top = -kInfinity, total = 0.0f;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       const float of_top = sums[chunk * of_chunk + rows_ * sum_width_ + r];
@@ -328,18 +348,20 @@ class Stream {
       const float of_top = sums[rows_ * sum_width_ + r], weight = of_top == top ? 1.0f : exp2f((of_top - top) * factor_);
       if (weight == 0.0f) continue;
       total += weight * sums[rows_ * sum_width_ + kColumns + r];
-      for (int64_t c = 0; c < head_dim; c++) line[c] += weight * sums[r * sum_width_ + c];
+      for (int64_t c = 0; c < value_dim; c++) line[c] += weight * sums[r * sum_width_ + c];
     }
     results_.merge(d.batch, row_of(d, r), d.head * p_.ratio + r % p_.ratio, line.data(), top * (factor_ * kLn2), total);
   }
 
   const Partial& p_;
   const Masks& masks_;
+  const Terms& terms_;
+  const bool has_terms_;
   const Rows<const T> query_, key_, value_;
   const Results<T> results_;
   const float factor_;
   const double of_gate_;
-  const int64_t width_, sum_width_, position_, positions_, rows_;
+  const int64_t width_, query_width_, sum_width_, position_, positions_, rows_;
 };
 
 }  // namespace

@@ -87,6 +87,19 @@ inline Floats exp2(Floats x) {
 #endif
 }
 
+// tanh(x) with a relative error of at most 3e-7, odd and at most 1; NaN for NaN.
+inline Floats tanh(Floats x) {
+  constexpr float numerator[] = {2.102733560e-5f, 3.520756727e-3f, 1.340216100e-1f, 1.0f};
+  constexpr float denominator[] = {3.326951409e-4f, 2.597254514e-2f, 4.673548340e-1f, 1.0f};
+  const Floats most(7.9988117f), part = at::vec::clamp(x, Floats(0.0f) - most, most), square = part * part;
+  Floats p(1.394553628e-8f), q(8.015776984e-7f);
+  for (int i = 0; i < 4; i++) {
+    p = at::vec::fmadd(p, square, Floats(numerator[i]));
+    q = at::vec::fmadd(q, square, Floats(denominator[i]));
+  }
+  return part * p / q;
+}
+
 inline float largest(Floats x) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_reduce_max_ps(x);

@@ -157,7 +157,8 @@ class BegunCache(LongNetCache):
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer."""
-        return self._row_groups[0].storage[layer]
+        keys, values = self._row_groups[0].storage[layer]
+        return keys, values
 
 
 def traced_call(

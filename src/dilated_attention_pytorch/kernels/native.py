@@ -90,16 +90,23 @@ def is_written_once(partial: AnyPartial) -> bool:
 
 
 class Terms(NamedTuple):
-    """Terms of the scores of a partial besides the scale, masks and gates."""
+    """Terms of the scores besides the products: ``cap(scale q.k) + line[h, origin + j - i] + key_bias[j]``.
 
-    softcap: float
-    """Cap of the scaled scores; 0 = none."""
-    line: Tensor | None
-    """float32 ``[H, n]``, contiguous: the query at position i of the partial and its key j have the bias
-    ``[h, origin + j - i]``, in steps of the partial."""
-    origin: int
-    key_bias: Tensor | None
-    """float32 ``[B, rows, G]``, like hidden keys."""
+    The fields are arguments of the kernels, in the order of ``csrc/library.cpp``.
+    """
+
+    softcap: float = 0.0
+    """``cap(x) = softcap * tanh(x / softcap)``; 0 for no cap."""
+    line: Tensor | None = None
+    """float32 ``[H, n]``, contiguous: numbers by the distance of the query with index i and the key with index j of a
+    partial. Indices count its queries and keys; those of queries whose rows are listed are the rows."""
+    origin: int = 0
+    """Index of the number of distance 0."""
+    key_bias: Tensor | None = None
+    """float32 ``[B, M, G]``, finite; its rows and heads are those of the keys."""
+
+
+NO_TERMS = Terms()
 
 
 class Operands(NamedTuple):
@@ -110,6 +117,7 @@ class Operands(NamedTuple):
     key: Tensor
     """``[B, M, G, D]``"""
     value: Tensor
+    """``[B, M, G, Dv]``"""
     ratio: int
     """Query heads per key/value head."""
     options: tuple[Tensor | None, Tensor | None, float, list[int], float]
@@ -121,7 +129,7 @@ class Operands(NamedTuple):
     """int64 ``[heads, count]``: for every head, the visible rows of remote keys; None = all. For at most
     :data:`ROWS_OF_STREAM` queries per key/value head, without dropout and gradients."""
     terms: Terms | None = None
-    """Without a line for remote keys."""
+    """Terms of the scores besides the products of queries and keys; no line for remote keys."""
 
 
 class Merged(NamedTuple):
@@ -140,7 +148,7 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
     Args:
         partial: the partial, without zero-padding keys.
         operands: operands of the call.
-        out: ``[B, rows, heads, D]``, starting at ``of_out``. Float32; of the query's dtype if every row is
+        out: ``[B, rows, heads, Dv]``, starting at ``of_out``. Float32; of the query's dtype if every row is
             written once.
         lse: float32 ``[B, N, H]``.
     """
@@ -156,7 +164,9 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
         numbers, heads, axes, *_ = geometry
         geometry = ([*numbers[:-1], 1], heads, axes, None, None, operands.seen_rows.reshape(-1), ends)
     origins = [*of_out, *(_origin_of_remote(partial) if operands.is_remote else WHOLE)]
-    rest = (*geometry, *operands.options, None if units is None else units.gates)
+    terms = operands.terms or NO_TERMS
+    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
+    rest = (*geometry, *operands.options, None if units is None else units.gates, *terms)
     torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
 
@@ -166,9 +176,9 @@ def add_gradients(
     merged: Merged,
     grads: Sequence[Tensor],
     grad_gates: Tensor | None = None,
-    *,
     grad_line: Tensor | None = None,
     grad_key_bias: Tensor | None = None,
+    *,
     of_grad_query: Origin = WHOLE,
     of_grad_keys: Origin = WHOLE,
 ) -> None:
@@ -180,6 +190,8 @@ def add_gradients(
         grads: float32 gradients of query, key and value; their first rows and heads are ``of_grad_query`` and
             ``of_grad_keys``.
         grad_gates: float32 gradients of the log-gates of block lists.
+        grad_line: float32 gradients of the line of :class:`Terms`, contiguous; None = not needed.
+        grad_key_bias: float32 gradients of the keys' bias, with its first row and head.
     """
     load()
     units = _units_of(partial) if isinstance(partial, BlockLists) else None
@@ -187,12 +199,14 @@ def add_gradients(
     origins = [*of_grad_query, *(of_keys if operands.is_remote else of_grad_keys), *of_keys]
     out, lse, grad_out, grad_lse = merged
     tensors = (grad_out, *operands[:3], out, lse, grad_lse, *grads)
-    rest = [*_geometry(partial, units, operands), *operands.options, None, None]
-    if units is not None and units.gates is not None:
-        of_units = torch.zeros_like(units.gates)
-        rest[-2:] = units.gates, of_units
+    gates = None if units is None else units.gates
+    of_units = None if gates is None else torch.zeros_like(gates)
+    terms = operands.terms or NO_TERMS
+    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
+    rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms]
+    rest += of_units, grad_line, grad_key_bias
     torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
-    if units is not None and grad_gates is not None:
+    if units is not None and of_units is not None and grad_gates is not None:
         grad_gates += units.by_block(of_units)
 
 

@@ -205,13 +205,15 @@ def _is_for_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def implementation_of(impl: str, query: Tensor, pattern: Pattern) -> str:
+def implementation_of(impl: str, query: Tensor, value: Tensor, pattern: Pattern) -> str:
     """The name of the implementation that computes a call, cached where the answer is constant.
+
+    It is chosen for the wider of keys and values.
 
     Raises:
         ValueError, NotImplementedError: as :func:`select`.
     """
-    device, dtype, head_dim = query.device, query.dtype, query.shape[3]
+    device, dtype, head_dim = query.device, query.dtype, max(query.shape[3], value.shape[3])
     is_segmented = False
     for group in pattern.groups:  # a loop: a generator takes longer than the test itself, and each call makes it
         is_segmented = is_segmented or group.boundaries is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.ops import attend_with_lse
 from dilated_attention_pytorch.ops.merge import AttentionOutput, merge
+from dilated_attention_pytorch.ops.scores import Scores, finished
 from dilated_attention_pytorch.patterns import Pattern
 
 from .cache_index import CacheIndex, CacheIndexStep
@@ -40,8 +41,7 @@ class _RowGroup:
         storage = {}
         for layer, tensors in self.storage.items():
             index = torch.tensor(picked, device=tensors[0].device)
-            keys, values = (tensor.index_select(0, index) for tensor in tensors)
-            storage[layer] = (keys, values)
+            storage[layer] = tuple(tensor.index_select(0, index) for tensor in tensors)
         return _RowGroup(rows, self.cache_indices, storage, self.seen)
 
 
@@ -315,22 +315,34 @@ class CacheStep:
         self.last_keys[layer] = torch.where((starts < stops)[:, None, None], last, before)
         return shift_keys(key, self.positions, before, starts.clamp(max=key.shape[1] - 1))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-        """Causal attention of new rows to stored and new rows; then the new rows are stored."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+        scores: Scores | None = None,
+    ) -> Tensor:
+        """Causal attention of new rows to stored and new rows; then the new rows are stored.
+
+        ``scores`` are those of the layer in every call, without a bias of keys.
+        """
         assert not dropout_p
         assert not torch.is_grad_enabled()
+        assert scores is None or scores.key_bias is None
         pattern = self.patterns[layer]
         if len(self.slabs) == 1:
             slab = self.slabs[0]
             # Without padding no rows need selecting.
             if slab.columns == (0, query.shape[1]) and slab.row_group.rows == list(range(query.shape[0])):
-                return _attend_slab(slab, layer, pattern, query, key, value, self.share)
-        out = torch.zeros_like(query)
+                return _attend_slab(slab, layer, pattern, query, key, value, self.share, scores)
+        out = query.new_zeros(*query.shape[:3], value.shape[3])
         for slab in self.slabs:
             start, stop = slab.columns
             rows = torch.tensor(slab.row_group.rows, device=query.device)
             q, k, v = (tensor[rows, start:stop] for tensor in (query, key, value))
-            out[rows, start:stop] = _attend_slab(slab, layer, pattern, q, k, v, self.share)
+            out[rows, start:stop] = _attend_slab(slab, layer, pattern, q, k, v, self.share, scores)
         return out
 
 
@@ -374,13 +386,26 @@ def _split(row_group: _RowGroup, runs: Sequence[Run]) -> list[_RowGroup]:
 
 
 def _attend_slab(
-    slab: _Slab, layer: int, pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, share: RankShare | None
+    slab: _Slab,
+    layer: int,
+    pattern: Pattern,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    share: RankShare | None,
+    scores: Scores | None,
 ) -> Tensor:
+    sinks = None if scores is None else scores.sinks
+    scores = None if scores is None else replace(scores, sinks=None)
+    rows: Stored = (key, value)
+    if scores is not None and scores.is_by_distance:
+        positions = torch.arange(key.shape[1], device=key.device) + slab.offset
+        rows = (*rows, positions.view(1, -1, 1, 1).expand(*key.shape[:3], 1))
     step, cache_index = slab.steps[pattern], slab.row_group.cache_indices[pattern]
     stored = slab.row_group.storage.get(layer)
     within: AttentionOutput | None = None
     if step.is_token:
-        stored = _insert(stored, _picked(key, value, step), step, cache_index)
+        stored = _insert(stored, _picked(rows, step), step, cache_index)
     else:
         within = attend_with_lse(
             query,
@@ -390,22 +415,23 @@ def _attend_slab(
             is_causal=True,
             query_offset=slab.offset,
             key_offset=slab.offset,
+            scores=scores,
             heads_first=False,
         )
     if within is None or share is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+        out = torch.zeros((*query.shape[:3], value.shape[3]), dtype=dtype, device=query.device)
         lse = torch.full(query.shape[:3], float("-inf"), dtype=dtype, device=query.device)
     else:
         out, lse = within
     if step.visible_keys:
         assert stored is not None
         out = out.to(lse.dtype)
-        merge_visible_keys(step, query, stored, out, lse)
+        merge_visible_keys(step, query, stored, out, lse, offset=slab.offset, scores=scores)
     if step.key_ranges:
         assert stored is not None
         out = out.to(lse.dtype)
-        merge_key_ranges(step.key_ranges, pattern, slab.offset, query, stored, out, lse)
+        merge_key_ranges(step.key_ranges, pattern, slab.offset, query, stored, out, lse, scores)
     if share is not None and (step.is_token or slab.offset):
         # A collective: all ranks take part, even one whose stored rows are not visible to the slab.
         out, lse = share.merge(AttentionOutput(out, lse))
@@ -414,11 +440,12 @@ def _attend_slab(
         out, lse = merge([(out, lse), (within.out.to(lse.dtype), within.lse)])
     if step.keep is not None:
         assert stored is not None
-        stored = (_compact(stored[0], step.keep), _compact(stored[1], step.keep))
+        stored = tuple(_compact(tensor, step.keep) for tensor in stored)
     if not step.is_token:
-        stored = _insert(stored, _picked(key, value, step), step, cache_index)
+        stored = _insert(stored, _picked(rows, step), step, cache_index)
     assert stored is not None
     slab.row_group.storage[layer] = stored
+    out, _ = finished(out, lse, sinks, None)
     return out.to(query.dtype)
 
 
@@ -429,10 +456,10 @@ def _compact(stored: Tensor, keep: Tensor) -> Tensor:
     return compacted
 
 
-def _picked(key: Tensor, value: Tensor, step: CacheIndexStep) -> Stored:
-    """The rows of a slab's keys and values ``[B, rows, G, D]`` that are stored, ``[B, stored_indices, D]``."""
-    rows = key.flatten(1, 2), value.flatten(1, 2)
-    return rows if step.source is None else (rows[0].index_select(1, step.source), rows[1].index_select(1, step.source))
+def _picked(rows: Stored, step: CacheIndexStep) -> Stored:
+    """The rows of a slab, ``[B, rows, G, D]`` each, that are stored, ``[B, stored_indices, D]``."""
+    flat = tuple(tensor.flatten(1, 2) for tensor in rows)
+    return flat if step.source is None else tuple(tensor.index_select(1, step.source) for tensor in flat)
 
 
 def grown_slots(slots: int, needed: int, most: int) -> int:
@@ -449,10 +476,10 @@ def _insert(stored: Stored | None, rows: Stored, step: CacheIndexStep, cache_ind
     slots = 0 if stored is None else stored[0].shape[1]
     if stored is None or step.num_slots > slots:
         grown = grown_slots(slots, step.num_slots, cache_index.max_slots())
-        key, value = (new.new_empty(new.shape[0], grown, cache_index.num_kv_heads, new.shape[2]) for new in rows)
-        if stored is not None:
-            key[:, :slots], value[:, :slots] = stored
-        stored = key, value
+        larger = tuple(new.new_empty(new.shape[0], grown, cache_index.num_kv_heads, new.shape[2]) for new in rows)
+        for tensor, before in zip(larger, stored or (), strict=False):
+            tensor[:, :slots] = before
+        stored = larger
     for tensor, new in zip(stored, rows, strict=True):
         tensor.flatten(1, 2).index_copy_(1, step.target, new)
     return stored

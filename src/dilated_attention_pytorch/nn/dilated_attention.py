@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
-from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops import Scores, attend
 from dilated_attention_pytorch.ops.validation import check_dropout, check_order
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
@@ -66,9 +66,13 @@ class PatternAttention(nn.Module):
         key_offset: int = 0,
         cu_seqlens: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        scores: Scores | None = None,
         heads_first: bool | None = None,
     ) -> Tensor:
-        """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
+        """Query ``[B, N, H, D]``, key ``[B, M, G, D]``, value ``[B, M, G, Dv]``, result ``[B, N, H, Dv]``.
+
+        See :func:`attend`.
+        """
         return self._function_for(query, heads_first)(
             query,
             key,
@@ -81,6 +85,7 @@ class PatternAttention(nn.Module):
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             dropout_p=self.dropout if self.training else 0.0,
+            scores=scores,
             heads_first=heads_first,
             impl=self.impl,
         )

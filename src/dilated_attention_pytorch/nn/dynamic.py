@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
-from dilated_attention_pytorch.ops import attend
+from dilated_attention_pytorch.ops import Scores, attend
 from dilated_attention_pytorch.ops.validation import sequence_first
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
@@ -141,6 +141,7 @@ class DynamicDilatedAttention(DilatedAttention):
         key_offset: int = 0,
         cu_seqlens: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
+        scores: Scores | None = None,
         heads_first: bool | None = None,
     ) -> Tensor:
         """Query ``[B, N, H, D]``, key and value ``[B, M, G, D]``, result ``[B, N, H, D]``; see :func:`attend`."""
@@ -174,6 +175,7 @@ class DynamicDilatedAttention(DilatedAttention):
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             dropout_p=self.dropout if self.training else 0.0,
+            scores=scores,
             heads_first=False,
             impl=self.impl,
         )

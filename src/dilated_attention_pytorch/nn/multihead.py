@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
+from dilated_attention_pytorch.ops import Scores
 from dilated_attention_pytorch.ops.validation import check_size
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
@@ -181,6 +182,7 @@ class MultiheadPatternAttention(nn.Module):
         is_causal: bool = False,
         *,
         cu_seqlens: Tensor | None = None,
+        scores: Scores | None = None,
     ) -> tuple[Tensor, None]:
         """Attend as ``torch.nn.MultiheadAttention`` does, batch first.
 
@@ -193,6 +195,7 @@ class MultiheadPatternAttention(nn.Module):
             average_attn_weights: ignored, as PyTorch does when weights are not requested.
             is_causal: a query attends only to keys at or before its own position.
             cu_seqlens: int32 boundaries of packed documents, see :func:`attend`.
+            scores: a cap, biases and sinks, see :class:`~dilated_attention_pytorch.ops.Scores`.
 
         Returns:
             ``(out [B, N, E], None)``.
@@ -221,6 +224,7 @@ class MultiheadPatternAttention(nn.Module):
             is_causal,
             cu_seqlens=cu_seqlens,
             key_padding_mask=ignored_keys(key_padding_mask),
+            scores=scores,
             heads_first=False,
         )
         return self._project_out(heads), None

@@ -17,7 +17,7 @@ from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
-from .scores import Scores, with_scores, with_sinks
+from .scores import Scores, finished, with_scores
 from .validation import check_call, sequence_first
 
 
@@ -64,7 +64,8 @@ def attend_with_lse(
         impl=impl,
     )
     check_call(call)
-    call = with_scores(call, scores)
+    if scores is not None:
+        call = with_scores(call, scores)
     for watch in WATCHERS:
         watch(call)
     if dropout_p > 0.0:
@@ -77,17 +78,17 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
-    impl = IMPLEMENTATIONS[implementation_of(call.impl, query, call.pattern)]
-    if impl.name == "native" and (call.has_terms or query.shape[3] != value.shape[3]):
-        impl = IMPLEMENTATIONS["aten"]  # TEMPORARY, until the native kernels take terms
+    impl = IMPLEMENTATIONS[implementation_of(call.impl, query, value, call.pattern)]
     if isinstance(call.query_offset, Tensor) and not impl.takes_offset_tensor:
         raise NotImplementedError(
             f'impl="{impl.name}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
             'query_offset as an integer, or a CUDA tensor with tensors that impl="triton" computes'
         )
     query, scale = with_positive_scale(query, call.scale)
-    results = impl.attend(call._replace(query=query, key=key, value=value, scale=scale, impl=impl, sinks=None))
-    return with_sinks(*results, call.sinks)
+    call = call._replace(query=query, key=key, value=value, scale=scale, impl=impl)
+    if call.sinks is None and call.shift is None:
+        return impl.attend(call)
+    return finished(*impl.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
 
 
 def attend(

@@ -18,7 +18,7 @@ from .attend import attend_checked
 from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
-from .scores import Scores, with_scores, with_sinks
+from .scores import Scores, finished, with_scores
 from .validation import check_call, check_documents, documents_of, sequence_first
 from .weighted_sum import weighted_sum
 
@@ -91,7 +91,7 @@ def attention_map(
         impl=impl,
     )
     check_call(call)
-    return map_of_call(with_scores(call, scores), queries)
+    return map_of_call(call if scores is None else with_scores(call, scores), queries)
 
 
 def map_of_call(call: Call, queries: Queries) -> Tensor:
@@ -252,8 +252,8 @@ def _of_rows(call: Call, rows: Tensor) -> Tensor:
         key_bias=call.key_bias,
         first_row=call.first_query,
     )
-    probabilities, _ = with_sinks(probabilities.transpose(1, 2), lse.transpose(1, 2), call.sinks)
-    return probabilities
+    probabilities, lse = probabilities.transpose(1, 2), lse.transpose(1, 2)
+    return finished(probabilities, lse, call.sinks, call.shift)[0]
 
 
 def _weighted(call: Call, weights: Tensor) -> Tensor:
@@ -265,10 +265,11 @@ def _weighted(call: Call, weights: Tensor) -> Tensor:
         serving = [head // (heads // kv_heads) for head in range(heads)]
         pattern, key = pattern.for_heads(serving, kv_heads), key[:, :, serving]
     key_bias = None if call.key_bias is None else call.key_bias.repeat_interleave(heads // kv_heads, 2)
-    sinks, call = call.sinks, call._replace(key=key, value=key, pattern=pattern, key_bias=key_bias, sinks=None)
+    outside = (call.sinks, call.shift)
+    call = call._replace(key=key, value=key, pattern=pattern, key_bias=key_bias, sinks=None, shift=None)
     _, lse = attend_checked(call)
     query, scale = with_positive_scale(call.query, call.scale)
     call = call._replace(query=query, scale=scale, impl=IMPLEMENTATIONS["aten"])
-    values, _ = with_sinks(weights.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads, -1), lse, sinks)
+    values, _ = finished(weights.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads, -1), lse, *outside)
     # [B, M, H, R]
     return weighted_sum("keys", call, lse, values, []).permute(0, 3, 2, 1)

@@ -103,12 +103,14 @@ class Call(NamedTuple):
     impl: Any = "auto"
     """A name; once chosen, an :class:`Implementation`."""
     sinks: Tensor | None = None
-    """``[H]``; no argument of an operator: :func:`.attend.attend_checked` adds them to its results."""
+    """``[H]``; like the next no argument of an operator: :func:`.scores.finished` applies them to the results."""
+    shift: Tensor | None = None
+    """``[H]``, what was subtracted from ``distance_bias``, and is added to the log-sum-exp."""
 
     def for_operator(self) -> tuple[Any, ...]:
         """The arguments of an operator: spec of the pattern, name of the implementation."""
         spec: Any = "" if self.pattern is None else self.pattern.spec
-        return self._replace(pattern=spec, impl=self.impl.name)[:-1]
+        return self._replace(pattern=spec, impl=self.impl.name)[:-2]
 
     @property
     def has_terms(self) -> bool:
@@ -158,7 +160,7 @@ SCHEMA = (
     "SymInt[] block_sizes, bool is_causal, float scale, SymInt query_offset, SymInt key_offset, float dropout_p, "
     "float softcap, str impl"
 )
-"""The fields of :class:`Call`, less the last, as arguments of an operator."""
+"""The fields of :class:`Call`, less the last two, as arguments of an operator."""
 NUM_TENSORS = 10
 """Number of these that are tensors, which come first."""
 NUM_LEAVES = 6

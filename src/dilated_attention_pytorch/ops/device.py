@@ -52,7 +52,8 @@ class Device(Implementation):
         from dilated_attention_pytorch.kernels.triton import launch
 
         # The kernels read out and lse as they write them, contiguous; rows of a longer call are not contiguous.
-        return launch.backward(_problem(call), out.contiguous(), lse.contiguous(), contiguous_rows(grad_out), grad_lse)
+        results = out.contiguous(), lse.contiguous(), contiguous_rows(grad_out), grad_lse
+        return tuple(grad for grad in launch.backward(_problem(call), *results) if grad is not None)
 
     def kernel(self, query: Tensor, *, has_bias: bool) -> Kernel:
         """See :meth:`.Implementation.kernel`."""
@@ -89,6 +90,9 @@ def _problem(call: Call) -> Problem:
         call.dropout_seed,
         call.dropout_p,
         pattern.rules,
+        call.distance_bias,
+        call.key_bias,
+        call.softcap,
     )
 
 
@@ -98,8 +102,7 @@ def _attend_from(call: Call) -> tuple[Tensor, Tensor]:
     Raises:
         NotImplementedError: an operand requires a gradient or has a tangent.
     """
-    tensors, mask = call[:3], call.key_padding_mask
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in call.leaves):
         raise NotImplementedError(
             "attention with query_offset as a tensor has no gradient, got operands that require one: call it under "
             "torch.no_grad(), or pass query_offset as an integer"
@@ -107,8 +110,10 @@ def _attend_from(call: Call) -> tuple[Tensor, Tensor]:
     assert call.pattern is not None
     assert call.scale is not None
     assert isinstance(call.query_offset, Tensor)
-    operands = (*tensors, call.query_offset, mask, call.pattern.spec, call.scale, call.key_offset)
-    out, lse = (attend_at if needs_dispatcher(*operands[:5]) else _attend_at)(*operands)
+    terms = call.distance_bias, call.key_bias
+    tensors = (*call[:3], call.query_offset, call.key_padding_mask, *terms)
+    operands = (*tensors, call.pattern.spec, call.scale, call.key_offset, call.softcap)
+    out, lse = (attend_at if needs_dispatcher(*tensors) else _attend_at)(*operands)
     return out, lse
 
 
@@ -118,20 +123,26 @@ def _call(
     value: Tensor,
     query_start: Tensor,
     key_padding_mask: Tensor | None,
+    distance_bias: Tensor | None,
+    key_bias: Tensor | None,
     pattern: str,
     scale: float,
     key_offset: int,
+    softcap: float,
 ) -> Call:
     return Call(
         query,
         key,
         value,
+        distance_bias=distance_bias,
+        key_bias=key_bias,
         key_padding_mask=key_padding_mask,
         pattern=pattern_from_spec(pattern),
         is_causal=True,
         scale=scale,
         query_offset=query_start,
         key_offset=key_offset,
+        softcap=softcap,
         impl=Device(),
     )
 
@@ -142,13 +153,17 @@ def _attend_at(
     value: Tensor,
     query_start: Tensor,
     key_padding_mask: Tensor | None,
+    distance_bias: Tensor | None,
+    key_bias: Tensor | None,
     pattern: str,
     scale: float,
     key_offset: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp from the Triton kernels; see :func:`dilated_attention_pytorch.attend`."""
-    refuse_tangents(query, key, value)
-    call = _call(query, key, value, query_start, key_padding_mask, pattern, scale, key_offset)
+    refuse_tangents(query, key, value, distance_bias, key_bias)
+    terms = distance_bias, key_bias
+    call = _call(query, key, value, query_start, key_padding_mask, *terms, pattern, scale, key_offset, softcap)
     return Device().forward(call)
 
 
@@ -156,8 +171,8 @@ attend_at = torch.library.custom_op("dilated_attention_pytorch::attend_at", _att
 
 
 @attend_at.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
     return out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
 
 
@@ -165,4 +180,5 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _flops(*operands: Any, out_val: Any = None, **_: Any) -> int:
     """Two matrix products over the pairs of the last valid query position; the actual position is on the device."""
     call = _call(*operands)
-    return pair_flops(num_pairs(call._replace(query_offset=call.last_start)), call.query.shape[-1])
+    columns = call.query.shape[-1] + call.value.shape[-1]
+    return pair_flops(num_pairs(call._replace(query_offset=call.last_start)), columns, products=1)

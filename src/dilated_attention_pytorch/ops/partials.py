@@ -115,7 +115,7 @@ class Work:
         is_in_place, terms = self.impl.is_in_place, self.terms
         if is_pair or (self.masks.seed is not None and (self.is_remote or not is_in_place)):
             return PRODUCTS
-        if terms is not None and (not is_in_place or (self.is_remote and terms.distance_bias is not None)):
+        if terms is not None and (not is_in_place or (self.is_remote and terms.is_by_distance)):
             return PRODUCTS
         if isinstance(partial, BlockLists):  # whose gates may have gradients
             return None if is_in_place and native.takes_gates(partial.log_gates, self.scale) else PRODUCTS
@@ -177,12 +177,11 @@ class Work:
             bias = (bias.unsqueeze(-1) if bias.dim() == 2 else bias).masked_fill(hidden, float("-inf"))
         if bias is not None:
             found["key_bias"] = Operand(bias, self.rows_of_keys)
-        has_distances = terms is not None and terms.distance_bias is not None
-        if masks.seed is not None or has_distances:
+        if masks.seed is not None or (terms is not None and terms.is_by_distance):
             sequences = torch.arange(of_queries[0], device=device) + self.first_sequence
             found["sequences"] = Operand(sequences.view(-1, 1, 1).expand(of_queries))
             found["heads"] = Operand(torch.arange(of_queries[2], device=device).expand(of_queries))
-            rows = torch.arange(of_queries[1], device=device) + masks.query_offset
+            rows = torch.arange(of_queries[1], device=device) * masks.query_step + masks.query_offset
             found["query_positions"] = Operand(rows.view(-1, 1).expand(of_queries))
             keys = masks.key_positions
             if keys is None:
@@ -221,8 +220,9 @@ class Work:
     def partial_call(self, partial: AnyPartial, views: PartialViews) -> PartialCall:
         """What a kernel over views computes the partial from."""
         bias, factors = self.bias(partial, views), self.keep_factors(views)
+        terms = None if self.terms is None else self.terms_of(views)
         operands = views["query"], views["key"], views["value"]
-        return PartialCall(*operands, bias, factors, self.terms_of(views), is_causal(partial), self.scale)
+        return PartialCall(*operands, bias, factors, terms, is_causal(partial), self.scale)
 
     def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> Terms | None:
         """Terms of the scores of a partial over views; None without any but a bias of keys.
@@ -230,17 +230,27 @@ class Work:
         ``grad_distance_bias [H, distances]``: the gradient of the bias by distance is added to it.
         """
         terms = self.terms
-        if terms is None or (terms.distance_bias is None and not terms.softcap):
+        if terms is None or not (terms.is_by_distance or terms.softcap):
             return None
-        if terms.distance_bias is None:
+        if not terms.is_by_distance:
             return Terms(terms.softcap)
+
+        def places(block: ScoreBlock) -> tuple[Tensor, Tensor]:
+            """Query heads, and distances of all pairs."""
+            heads, rows = (block.of_queries(views[name]).unsqueeze(-1) for name in ("heads", "query_positions"))
+            return heads, block.of_keys(views["key_positions"]).unsqueeze(-2) - rows
+
+        if terms.distance_bias is None:
+            assert terms.bias_at is not None
+            assert grad_distance_bias is None
+            bias_at = terms.bias_at
+            return Terms(terms.softcap, lambda block: bias_at(*places(block)))
         distance_bias, last = terms.distance_bias.reshape(-1), terms.distance_bias.shape[1] - 1
 
         def index(block: ScoreBlock) -> Tensor:
-            heads, rows = (block.of_queries(views[name]).unsqueeze(-1) for name in ("heads", "query_positions"))
-            distances = block.of_keys(views["key_positions"]).unsqueeze(-2) - rows - terms.first_distance
+            heads, distances = places(block)
             # Rows that fill up a block lie at any distance, and count for nothing.
-            return heads * (last + 1) + distances.clamp_(0, last)
+            return heads * (last + 1) + (distances - terms.first_distance).clamp_(0, last)
 
         def add_gradient(block: ScoreBlock, grad_scores: Tensor) -> None:
             assert grad_distance_bias is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class Scores:
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape or range.
 
-    >>> from dilated_attention_pytorch import Scores
+    >>> from dilated_attention_pytorch.ops import Scores
     >>> q = k = v = torch.randn(1, 100, 4, 8)
     >>> scores = Scores(softcap=50.0, sinks=torch.zeros(4), slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]))
     >>> attend(q, k, v, DilatedPattern([16, 64], [1, 4]), is_causal=True, scores=scores).shape
@@ -106,55 +107,92 @@ class Scores:
             bucket = bucket + (distance > 0) * (buckets // 2)
         return cls(distance_bias=table[bucket].T)
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors, which may have gradients."""
+        return self.sinks, self.slopes, self.distance_bias, self.key_bias
 
-def with_scores(call: Call, scores: Scores | None) -> Call:
+    @property
+    def is_by_distance(self) -> bool:
+        """Whether there is a bias by distance."""
+        return self.slopes is not None or self.distance_bias is not None
+
+    def bias_at(self, heads: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias by distance of query heads and distances t - p, int64 of shapes that broadcast, in ``dtype``."""
+        bias = torch.zeros((), dtype=dtype, device=distances.device)
+        if self.slopes is not None:
+            bias = -self.slopes.to(dtype)[heads] * distances.abs()
+        if self.distance_bias is not None:
+            most = self.distance_bias.shape[1] // 2
+            bias = bias + self.distance_bias.to(dtype)[heads, distances.clamp(-most, most) + most]
+        return bias
+
+    def for_heads(self, heads: Sequence[int]) -> Scores:
+        """The terms of some query heads; without the bias of keys."""
+        index = list(heads)
+        parts = (None if x is None else x[index] for x in (self.sinks, self.slopes, self.distance_bias))
+        return Scores(self.softcap, *parts)
+
+
+def with_scores(call: Call, scores: Scores) -> Call:
     """A checked call with the terms of its scores as the kernels take them.
 
     Raises:
         TypeError, ValueError: ``scores`` does not fit the call.
     """
-    if scores is None:
-        return call
-    _check(call, scores)
+    check_scores(call, scores)
     key_bias, dtype = scores.key_bias, call.dtype
     if key_bias is not None:
         key_bias = key_bias.unsqueeze(-1) if key_bias.dim() == 2 else key_bias
         key_bias = key_bias.to(dtype).expand(*call.key.shape[:3])
+    num_queries, num_keys = call.query.shape[1], call.key.shape[1]
+    first, count = 1 - num_queries + call.key_offset - call.query_offset, num_queries + num_keys - 1
+    distance_bias, shift = by_distance(scores, first, count, dtype, call.query.device), None
+    is_far = not isinstance(first, Tensor) and not first <= 0 < first + count
+    if distance_bias is not None and is_far and count > 0:
+        # A score would be rounded to the digits of a large bias: it is taken relative to that of the nearest key.
+        shift = distance_bias[:, 0 if first > 0 else -1].detach()
+        distance_bias = distance_bias - shift.unsqueeze(1)
     return call._replace(
-        distance_bias=_by_distance(call, scores),
+        distance_bias=distance_bias,
         key_bias=key_bias,
         softcap=0.0 if scores.softcap is None else float(scores.softcap),
         sinks=scores.sinks,
+        shift=shift,
     )
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``: the results with sinks ``[H]`` in the denominator."""
+def finished(out: Tensor, lse: Tensor, sinks: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The results of an operator, ``L + shift``, with the sinks ``[H]`` in the denominator.
+
+    ``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``.
+    """
+    if shift is not None:
+        lse = lse + shift
     if sinks is None:
         return out, lse
     sinks = sinks.to(lse.dtype)
     return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 
 
-def _by_distance(call: Call, scores: Scores) -> Tensor | None:
-    """The bias by distance as in :class:`.Call`; None without any."""
-    if scores.slopes is None and scores.distance_bias is None:
+def by_distance(
+    scores: Scores, first: int | Tensor, count: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Biases ``[H, count]`` of the distances t - p from ``first`` on; None without any."""
+    if not scores.is_by_distance:
         return None
-    num_queries, num_keys = call.query.shape[1], call.key.shape[1]
-    distance = torch.arange(1 - num_queries, num_keys, device=call.query.device)
-    distance = distance + (call.key_offset - call.query_offset)
-    parts = []
-    if scores.slopes is not None:
-        parts.append(-scores.slopes.to(call.dtype).unsqueeze(1) * distance.abs())
-    if scores.distance_bias is not None:
-        most = scores.distance_bias.shape[1] // 2
-        parts.append(scores.distance_bias.to(call.dtype)[:, distance.clamp(-most, most) + most])
-    return parts[0] + parts[1] if len(parts) == 2 else parts[0].contiguous()
+    some = scores.distance_bias if scores.slopes is None else scores.slopes
+    assert some is not None
+    heads = torch.arange(some.shape[0], device=device).unsqueeze(1)
+    return scores.bias_at(heads, torch.arange(count, device=device) + first, dtype)
 
 
-def _check(call: Call, scores: Scores) -> None:
+def check_scores(call: Call, scores: Scores) -> None:
+    """Raise unless ``scores`` fits the call."""
     if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be dilated_attention_pytorch.Scores(...) or None, got {type(scores).__name__}")
+        raise TypeError(
+            f"scores must be dilated_attention_pytorch.ops.Scores(...) or None, got {type(scores).__name__}"
+        )
     batch, num_keys, kv_heads = call.key.shape[:3]
     heads, dtype = call.query.shape[2], accumulation_dtype(call.query.dtype)
     allowed: dict[str, list[list[int]]] = {

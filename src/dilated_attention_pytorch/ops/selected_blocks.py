@@ -14,7 +14,7 @@ from .call import WATCHERS, Call
 from .host import with_positive_scale
 from .implementations import IMPLEMENTATIONS
 from .merge import AttentionOutput
-from .scores import Scores, with_scores, with_sinks
+from .scores import Scores, finished, with_scores
 from .validation import check_call, sequence_first
 
 BlocksImpl = Literal["auto", "native", "aten"]
@@ -102,25 +102,24 @@ def attend_blocks(
         dropout_p=dropout_p,
     )
     check_call(call)
-    call = with_scores(call, scores)
+    if scores is not None:
+        call = with_scores(call, scores)
     for watch in WATCHERS:
         watch(call)
     query, key, value = cast_by_autocast(query, key, value)
-    chosen = IMPLEMENTATIONS[_chosen(impl, query, block_size)]
+    chosen = IMPLEMENTATIONS[_chosen(impl, query, value, block_size)]
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     query, scale = with_positive_scale(query, scale)
-    results = chosen.attend(
-        call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen, sinks=None)
-    )
-    out, lse = with_sinks(*results, call.sinks)
+    call = call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
+    out, lse = finished(*chosen.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 
-def _chosen(impl: Impl, query: Tensor, block_size: int) -> str:
+def _chosen(impl: Impl, query: Tensor, value: Tensor, block_size: int) -> str:
     asked = default_of(impl)
     if asked not in _IMPLS:
         raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {asked!r}")
     if asked == "aten" or (asked == "auto" and block_size < _LEAST_NATIVE_BLOCK):
         return "aten"
-    chosen = select(asked, query.device, query.dtype, query.shape[-1])
+    chosen = select(asked, query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
     return chosen if chosen == "native" else "aten"

@@ -82,9 +82,9 @@ def _works(call: Call, *, is_backward: bool = False, is_pair: bool = False) -> I
     assert not isinstance(call.query_offset, Tensor)
     ratio = query.shape[2] // key.shape[2]
     of_masks = (call.dropout_seed, call.dropout_p, call.query_offset, call.key_offset)
-    first_distance = call.key_offset - call.query_offset - query.shape[1] + 1
     terms = None
-    if call.has_terms:
+    if call.softcap or call.distance_bias is not None or call.key_bias is not None:
+        first_distance = call.key_offset - call.query_offset - query.shape[1] + 1
         terms = ScoreTerms(call.softcap, call.distance_bias, first_distance, call.key_bias)
     for tile in tiles:
         if step >= query.shape[0]:
@@ -109,7 +109,7 @@ def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     :class:`.products.Result`.
     """
     query = call.query
-    out = torch.zeros(call.shape_of_out, dtype=query.dtype, device=query.device)
+    out = torch.zeros((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=accumulation_dtype(query.dtype), device=query.device)
     for work in _works(call, is_pair=rest is not None):
         accumulator = work.accumulator(out, Rows.QUERY, Role.MERGED_INTO)

@@ -11,6 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.estimate.parallel import ShardedShape, Strategy, cheapest
 from dilated_attention_pytorch.kernels.select import default_of, select
 from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.scores import Scores
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens, documents_of
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.plan.heads import Heads
@@ -54,12 +55,13 @@ def check_strategy(strategy: str) -> None:
         raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
 
 
-def agree(ranks: Ranks, call: Call, sharding: Sharding, *, is_lse_wanted: bool) -> Agreed:
+def agree(ranks: Ranks, call: Call, scores: Scores, sharding: Sharding, *, is_lse_wanted: bool) -> Agreed:
     """Check this rank's sharding and, once per distinct call, that all ranks make the same call.
 
     Args:
         ranks: the ranks that share the sequence.
         call: query, key and value are this rank's rows, boundaries of documents those of the whole sequence.
+        scores: terms of the scores.
         sharding: how the rows are sharded.
         is_lse_wanted: whether the log-sum-exp is returned.
     """
@@ -102,6 +104,11 @@ def agree(ranks: Ranks, call: Call, sharding: Sharding, *, is_lse_wanted: bool) 
         is_for_heads = ranks.heads is None and not (is_one_sequence and asked != "reference")
         strategy = "heads" if is_for_heads else cheapest(size, layout)
     _check_strategy(ranks, strategy, query, key, pattern, asked, is_one_sequence=is_one_sequence)
+    if scores.key_bias is not None and (strategy != "heads" or ranks.heads is not None):
+        raise NotImplementedError(
+            f'key_bias of scores does not travel with the rows of strategy={strategy!r}: use strategy="heads" on a 1-D '
+            "mesh"
+        )
     numbers = ranks.agree(
         {
             "strategy": strategy,
@@ -116,10 +123,16 @@ def agree(ranks: Ranks, call: Call, sharding: Sharding, *, is_lse_wanted: bool) 
             "key_offset": key_offset,
             "cu_seqlens": documents,
             "key_padding_mask": "none" if call.key_padding_mask is None else "a mask",
+            "value": call.value.shape[3],
             "dropout_p": call.dropout_p,
+            "scores": [scores.softcap, *(None if x is None else list(x.shape[1:]) for x in scores.tensors[:3])],
+            "key_bias": "none" if scores.key_bias is None else "a bias",
             "impl": asked,
             "lse": is_lse_wanted,
-            "gradient": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, call.value)),
+            "gradient": torch.is_grad_enabled()
+            and any(
+                tensor is not None and tensor.requires_grad for tensor in (query, key, call.value, *scores.tensors)
+            ),
         }
     )
     return Agreed(strategy, num_queries, num_keys, documents, impl, *numbers)

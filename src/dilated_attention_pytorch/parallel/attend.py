@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +15,7 @@ from dilated_attention_pytorch.ops.attend import attend_checked
 from dilated_attention_pytorch.ops.call import WATCHERS, Call
 from dilated_attention_pytorch.ops.host import contiguous_rows, with_positive_scale, without_padding
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
+from dilated_attention_pytorch.ops.scores import Scores, by_distance, check_scores, finished, with_scores
 from dilated_attention_pytorch.ops.validation import check_call, sequence_first
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.plan.heads import Heads
@@ -46,6 +49,7 @@ def attend_with_lse(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    scores: Scores | None = None,
     heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> AttentionOutput:
@@ -68,7 +72,7 @@ def attend_with_lse(
         impl=impl,
     )
     sharding = Sharding(strategy, layout, sequence_length, key_sequence_length)
-    out, lse = _attend(call, sharding, mesh, heads_first, is_lse_wanted=True)
+    out, lse = _attend(call, scores, sharding, mesh, heads_first, is_lse_wanted=True)
     assert lse is not None
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
@@ -91,6 +95,7 @@ def attend(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    scores: Scores | None = None,
     heads_first: bool | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -125,6 +130,9 @@ def attend(
         key_padding_mask: bool ``[B, rows]``, True = ignore, for this rank's rows of key.
         dropout_p: see :func:`dilated_attention_pytorch.attend`. Every rank draws from its own random state. Where ranks
             hold rows of all heads and have equal seeds, the result equals a single process's (without ``cu_seqlens``).
+        scores: see :func:`dilated_attention_pytorch.attend`; the same on every rank, except ``key_bias [B, rows]`` or
+            ``[B, rows, G]`` of this rank's rows, for ``strategy="heads"`` on a 1-D mesh. The gradients of the other
+            tensors are this rank's part, as those of a model's weights are: sum them over the ranks.
         heads_first: see :func:`dilated_attention_pytorch.attend`.
         impl: ``"auto"``, ``"triton"``, ``"native"`` or ``"aten"``; ``"reference"`` with ``strategy="heads"`` only.
     Returns:
@@ -158,13 +166,19 @@ def attend(
         impl=impl,
     )
     sharding = Sharding(strategy, layout, sequence_length, key_sequence_length)
-    out, _ = _attend(call, sharding, mesh, heads_first, is_lse_wanted=False)
+    out, _ = _attend(call, scores, sharding, mesh, heads_first, is_lse_wanted=False)
     return out.transpose(1, 2) if heads_first else out
 
 
 @torch.compiler.disable
 def _attend(
-    call: Call, sharding: Sharding, mesh: DeviceMesh, heads_first: bool | None, *, is_lse_wanted: bool
+    call: Call,
+    scores: Scores | None,
+    sharding: Sharding,
+    mesh: DeviceMesh,
+    heads_first: bool | None,
+    *,
+    is_lse_wanted: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, if requested, log-sum-exp of this rank's rows."""
     if WATCHERS:
@@ -181,15 +195,17 @@ def _attend(
             )
         # Boundaries of documents are those of the whole sequence, which this rank's rows say nothing about.
         check_call(call._replace(query=query, key=key, value=value, cu_seqlens=None))
-        refuse_other_derivatives(query, key, value)
+        scores = Scores() if scores is None else scores
+        check_scores(call._replace(query=query, key=key, value=value), scores)
+        refuse_other_derivatives(query, key, value, *scores.tensors)
         # Before the ranks compare their calls: autocast sets the dtype of the exchanged tensors.
         query, key, value = cast_by_autocast(query, key, value)
         call = call._replace(query=query, key=key, value=value)
-        agreed = agree(ranks, call, sharding, is_lse_wanted=is_lse_wanted)
+        agreed = agree(ranks, call, scores, sharding, is_lse_wanted=is_lse_wanted)
     if call.dropout_p > 0.0:
         call = call._replace(dropout_seed=torch.randint(2**62, (), device=query.device))
     if ranks.heads is None and agreed.strategy != "heads":
-        return _by_rows(ranks, agreed, call, layout)
+        return _by_rows(ranks, agreed, call, scores, layout)
     # Each rank gets all rows of some heads: of the whole sequence, or of its row group's part.
     communicator = ranks.heads or ranks.rows
     heads = Heads.split(query.shape[2], key.shape[2], communicator.size)
@@ -198,7 +214,11 @@ def _attend(
     number = agreed.number if ranks.heads is None else agreed.heads_number
     route = Route(communicator, heads.queries, query_ranges, num_heads, 2 * number)
     kv_route = Route(communicator, heads.kv, key_ranges, num_kv_heads, 2 * number)
-    query, key, value = ToHeads.apply(query, key, value, route, kv_route)
+    tensors = [query, key, value]
+    if scores.key_bias is not None:
+        key_bias = scores.key_bias.unsqueeze(-1) if scores.key_bias.dim() == 2 else scores.key_bias
+        tensors.append(key_bias.to(call.dtype).expand(key.shape[:3]).contiguous())
+    query, key, value, *of_keys = ToHeads.apply((route, *(kv_route,) * (len(tensors) - 1)), *tensors)
     mask, seed = call.key_padding_mask, call.dropout_seed
     if mask is not None:
         same_for_all = Route(communicator, ((0,),) * communicator.size, key_ranges, 1, 2 * number)
@@ -206,7 +226,7 @@ def _attend(
     kv, _ = heads.kv_of_queries(communicator.rank, num_heads // num_kv_heads)
     if kv != heads.kv[communicator.rank]:
         index = torch.tensor([heads.kv[communicator.rank].index(head) for head in kv], device=key.device)
-        key, value = key.index_select(2, index), value.index_select(2, index)
+        key, value, *of_keys = (x.index_select(2, index) for x in (key, value, *of_keys))
     assert call.pattern is not None
     of_heads = call._replace(
         query=query,
@@ -217,7 +237,11 @@ def _attend(
         dropout_seed=None if seed is None else seed + (communicator.rank << 48),
         pattern=call.pattern.for_heads(kv, num_kv_heads),
     )
-    out, lse = attend_checked(of_heads) if ranks.heads is None else _by_rows(ranks, agreed, of_heads, layout)
+    scores = replace(scores.for_heads(heads.queries[communicator.rank]), key_bias=of_keys[0] if of_keys else None)
+    if ranks.heads is None:
+        out, lse = attend_checked(with_scores(of_heads, scores))
+    else:
+        out, lse = _by_rows(ranks, agreed, of_heads, scores, layout)
     if is_lse_wanted:
         return ToRows.apply(route, out, lse)
     return ToRows.apply(route, out)[0], None
@@ -235,7 +259,7 @@ def _row_ranges(ranks: Ranks, num_rows: int, layout: Layout) -> tuple[RowRanges,
     return tuple(((sum(sizes[:part]), 0, size),) for part, size in enumerate(sizes))
 
 
-def _by_rows(ranks: Ranks, agreed: Agreed, call: Call, layout: Layout) -> tuple[Tensor, Tensor]:
+def _by_rows(ranks: Ranks, agreed: Agreed, call: Call, scores: Scores, layout: Layout) -> tuple[Tensor, Tensor]:
     """Ring or gather along the first axis."""
     assert call.pattern is not None
     query, scale = with_positive_scale(call.query, call.scale)
@@ -243,7 +267,11 @@ def _by_rows(ranks: Ranks, agreed: Agreed, call: Call, layout: Layout) -> tuple[
     query, key, value = (contiguous_rows(x) for x in (query, key, value))
     sharded = ShardedCall(call.pattern, key.shape[2], call.is_causal, call.first_query, agreed.documents)
     shards = Shards(agreed.num_queries, ranks.rows.size, layout)
-    options = Options(sharded, scale, IMPLEMENTATIONS[agreed.impl], call.dropout_p)
+    softcap = 0.0 if scores.softcap is None else float(scores.softcap)
+    options = Options(sharded, scale, IMPLEMENTATIONS[agreed.impl], call.dropout_p, softcap)
     task = RankCall(options, ranks.rows, shards, agreed.strategy == "gather", agreed.number)
-    out, lse = SequenceAttention.apply(query, key, value, call.key_padding_mask, call.dropout_seed, task)
-    return out, lse
+    most = max(1, agreed.num_queries)
+    distance_bias = by_distance(scores, 1 - most, 2 * most - 1, call.dtype, query.device)
+    tensors = (query, key, value, call.key_padding_mask, call.dropout_seed, distance_bias)
+    out, lse = SequenceAttention.apply(*tensors, task)
+    return finished(out, lse, scores.sinks, None)

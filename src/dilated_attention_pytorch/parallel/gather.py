@@ -52,7 +52,7 @@ class Gather:
                     sums[member, : part.shape[0]] = part
             own = self._own(gather_group)
             mine = self._communicator.reduce_scatter(sums, gather_group.members, tag=self._tag + 1)
-            add_gradients(mine[: message_length(own, grad_key, is_padded=False)], own, grad_key, grad_value)
+            add_gradients(mine[: message_length(own, grad_key, grad_value, is_padded=False)], own, grad_key, grad_value)
 
     def _gathered(self, gather_group: GatherGroup) -> list[SeenKeys]:
         """The gathered rows of every member of a group of ranks."""
@@ -66,7 +66,7 @@ class Gather:
             SeenKeys(
                 self._shards[member],
                 SeenRows(blocks, rectangles, ()),
-                unpack(gathered[index], blocks, slab.key, is_padded=is_padded),
+                unpack(gathered[index], blocks, slab.key, slab.value, is_padded=is_padded),
             )
             for index, (member, blocks, rectangles) in enumerate(
                 zip(gather_group.members, gather_group.blocks, gather_group.rectangles, strict=True)
@@ -78,4 +78,5 @@ class Gather:
 
     def _size(self, gather_group: GatherGroup, *, is_padded: bool) -> int:
         """Number of elements that every member sends: the largest member's."""
-        return max(message_length(blocks, self._slab.key, is_padded=is_padded) for blocks in gather_group.blocks)
+        key, value = self._slab.key, self._slab.value
+        return max(message_length(blocks, key, value, is_padded=is_padded) for blocks in gather_group.blocks)

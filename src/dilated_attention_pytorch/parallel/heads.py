@@ -38,24 +38,22 @@ class Route:
 
 
 class ToHeads(torch.autograd.Function):
-    """Query, key and value ``[B, rows of this rank, all heads, D]`` to ``[B, all rows, heads of this rank, D]``.
+    """Tensors ``[B, rows of this rank, all heads(, D)]`` to ``[B, all rows, heads of this rank(, D)]``.
 
-    One function for all three, so that every rank exchanges all gradients, whichever of them it needs.
+    One function for all of a call, so that every rank exchanges all gradients, whichever of them it needs.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, route: Route, kv_route: Route
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :func:`to_heads`."""
-        ctx.routes = (route, kv_route, kv_route)
-        return to_heads(query, route), to_heads(key, kv_route), to_heads(value, kv_route)
+    def forward(ctx: Any, routes: tuple[Route, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """See :func:`to_heads`; one route per tensor."""
+        ctx.routes = routes
+        return tuple(to_heads(tensor, route) for tensor, route in zip(tensors, routes, strict=True))
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The reverse exchange."""
-        return (*(to_rows(grad, route) for grad, route in zip(grads, ctx.routes, strict=True)), None, None)
+        return (None, *(to_rows(grad, route) for grad, route in zip(grads, ctx.routes, strict=True)))
 
 
 class ToRows(torch.autograd.Function):

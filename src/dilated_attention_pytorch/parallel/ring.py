@@ -146,7 +146,7 @@ class Ring:
         if message is None:
             return None
         slab, step = self._slab, self._steps[index]
-        keys = unpack(message, step.wanted.blocks, slab.key, is_padded=slab.is_ignored is not None)
+        keys = unpack(message, step.wanted.blocks, slab.key, slab.value, is_padded=slab.is_ignored is not None)
         return SeenKeys(self._shards[step.source], step.wanted, keys)
 
     @staticmethod
@@ -161,5 +161,5 @@ class Ring:
             add_gradients(message, step.served, grad_key, grad_value)
 
     def _empty(self, blocks: Sequence[Block], *, is_padded: bool) -> Tensor:
-        key = self._slab.key
-        return key.new_empty(message_length(blocks, key, is_padded=is_padded))
+        key, value = self._slab.key, self._slab.value
+        return key.new_empty(message_length(blocks, key, value, is_padded=is_padded))

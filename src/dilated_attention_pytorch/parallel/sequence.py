@@ -50,18 +50,19 @@ class SequenceAttention(torch.autograd.Function):
         value: Tensor,
         is_ignored: Tensor | None,
         seed: Tensor | None,
+        distance_bias: Tensor | None,
         task: RankCall,
     ) -> tuple[Tensor, Tensor]:
         """Local attention first, while the first remote rows are in transit."""
         with without_autocast(query.device.type):
-            slab = task.slab(query, key, value, is_ignored, seed)
+            slab = task.slab(query, key, value, is_ignored, seed, distance_bias)
             others = task.others(slab)
             others.begin()
             accumulated, merged = slab.forward_within()
             slab.merge(slab.own_seen_keys(), accumulated, merged)
             others.forward(lambda seen_keys: slab.merge(seen_keys, accumulated, merged))
             out, lse = slab.finish(accumulated, merged)
-        ctx.save_for_backward(query, key, value, is_ignored, seed, out, merged, slab.rest)
+        ctx.save_for_backward(query, key, value, is_ignored, seed, distance_bias, out, merged, slab.rest)
         ctx.task = task
         ctx.set_materialize_grads(False)
         return out, lse
@@ -70,12 +71,12 @@ class SequenceAttention(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """A collective: all ranks take part, whether or not their rows have a gradient."""
-        query, key, value, is_ignored, seed, out, merged, rest = ctx.saved_tensors
+        query, key, value, is_ignored, seed, distance_bias, out, merged, rest = ctx.saved_tensors
         task: RankCall = ctx.task
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         with without_autocast(query.device.type):
-            slab = task.slab(query, key, value, is_ignored, seed)
+            slab = task.slab(query, key, value, is_ignored, seed, distance_bias)
             slab.rest = rest
             others = task.others(slab)
             others.begin()
@@ -85,4 +86,4 @@ class SequenceAttention(torch.autograd.Function):
             slab.add_own_gradients(state, grad_query, grad_key, grad_value)
             others.backward(lambda seen_keys: slab.gradients(seen_keys, state, grad_query), grad_key, grad_value)
         grads = (grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype))
-        return (*grads, None, None, None)
+        return (*grads, None, None, slab.of_terms.distance_bias, None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.kernels.masks import ScoreTerms
 from dilated_attention_pytorch.kernels.products import LOG2_E, Result
 from dilated_attention_pytorch.ops import tiles
 from dilated_attention_pytorch.ops.call import Call, Implementation
@@ -17,9 +18,10 @@ from dilated_attention_pytorch.ops.device import Device
 from dilated_attention_pytorch.ops.extremes import has_large_scores, largest_norm
 from dilated_attention_pytorch.ops.host import contiguous_rows
 from dilated_attention_pytorch.ops.merge import merge_in_place, without_infinities
-from dilated_attention_pytorch.ops.partials import Work
+from dilated_attention_pytorch.ops.partials import TermGradients, Work
 from dilated_attention_pytorch.ops.remote import (
     Dropout,
+    Positions,
     RemoteKeys,
     add_key_gradients,
     block_view,
@@ -46,6 +48,7 @@ class Options:
     scale: float
     impl: Implementation
     dropout_p: float
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Slab:
             are zero where ``is_ignored``.
         is_ignored: bool ``[B, N]``, True = padding; None without padding.
         seed: dropout seed, int64; None without dropout.
+        distance_bias: ``[H, 2 T - 1]`` for all distances -(T - 1) to T - 1 in the whole sequence of T rows, in the
+            accumulation dtype; None without one.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Slab:
         value: Tensor,
         is_ignored: Tensor | None,
         seed: Tensor | None,
+        distance_bias: Tensor | None,
     ) -> None:
         self.options = options
         self.runs = runs
@@ -88,6 +94,9 @@ class Slab:
         self.value = value
         self.is_ignored = is_ignored
         self.seed = seed
+        self.distance_bias = distance_bias
+        self.of_terms = TermGradients(None if distance_bias is None else torch.zeros_like(distance_bias))
+        """The gradient of the bias by distance, from this rank's queries."""
         self.dtype = accumulation_dtype(query.dtype)
         """Dtype of the merge and of sums over ranks."""
         self.rest: Tensor | None = None
@@ -116,7 +125,7 @@ class Slab:
             (shard_part,) = self._shard_parts
             out, lse = self.options.impl.forward(self._call_within(shard_part), is_prepared=True)
             return out.to(self.dtype), lse
-        out = torch.empty(query.shape, dtype=self.dtype, device=query.device)
+        out = torch.empty((*query.shape[:3], self.value.shape[3]), dtype=self.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=self.dtype, device=query.device)
         if is_large:
             self._make_pair(lse)
@@ -135,8 +144,14 @@ class Slab:
         """Whether scores of this rank's queries with these keys may be large."""
         if isinstance(self.options.impl, Device):
             return False
-        largest = max(map(largest_norm, keys), default=0.0)
-        return has_large_scores(self._query_norm, largest, self.options.scale)
+        score = self._query_norm * max(map(largest_norm, keys), default=0.0) * self.options.scale
+        score = min(score, self.options.softcap) if self.options.softcap else score
+        return has_large_scores(score + self._largest_bias, 1.0, 1.0)
+
+    @functools.cached_property
+    def _largest_bias(self) -> float:
+        """A negative one cannot make the log-sum-exp large, unless a row sees far keys alone."""
+        return 0.0 if self.distance_bias is None else max(0.0, float(self.distance_bias.max()))
 
     @functools.cached_property
     def _query_norm(self) -> float:
@@ -200,15 +215,19 @@ class Slab:
         grad_lse: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, ...]:
-        """Gradients of query, key and value of one call for some of the rows."""
+        """Gradients of query, key and value of one call for some of the rows; that of its bias by distance is added."""
         of_grad_lse = None if grad_lse is None else grad_lse[:, rows]
         if self.rest is None:
             merged = (grad_out[:, rows], of_grad_lse, out[:, rows], lse[:, rows])
-            return self.options.impl.backward(call, *merged, is_prepared=True)
-        of_rest = self.rest[:, rows]
-        return tiles.backward(
-            call, out[:, rows], lse[:, rows], contiguous_rows(grad_out[:, rows]), of_grad_lse, of_rest
-        )
+            grads = self.options.impl.backward(call, *merged, is_prepared=True)
+        else:
+            of_rest = self.rest[:, rows]
+            grads = tiles.backward(
+                call, out[:, rows], lse[:, rows], contiguous_rows(grad_out[:, rows]), of_grad_lse, of_rest
+            )
+        if self.of_terms.distance_bias is not None:
+            self._by_distance(self.of_terms.distance_bias, call).add_(grads[3])
+        return grads[:3]
 
     def gradients(self, seen_keys: SeenKeys, state: Backward, grad_query: Tensor) -> Tensor:
         """Add the keys' contribution to the query gradient; returns the gradients of keys and values as a message.
@@ -216,9 +235,11 @@ class Slab:
         In the layout of :func:`pack` and in the accumulation dtype.
         """
         blocks = seen_keys.seen.blocks
-        length = message_length(blocks, self.key, is_padded=False)
+        length = message_length(blocks, self.key, self.value, is_padded=False)
         message = torch.zeros(length, dtype=self.dtype, device=self.key.device)
-        self._add_gradients(seen_keys, state, grad_query, unpack(message, blocks, self.key, is_padded=False))
+        self._add_gradients(
+            seen_keys, state, grad_query, unpack(message, blocks, self.key, self.value, is_padded=False)
+        )
         return message
 
     def add_own_gradients(self, state: Backward, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
@@ -239,6 +260,7 @@ class Slab:
                 self.rest,
                 state.grad_out,
                 state.grad_lse,
+                self.of_terms,
             )
         for pair in seen_keys.seen.slab_pairs:
             rows = slice(*pair.queries)
@@ -266,7 +288,9 @@ class Slab:
             ratio=self.query.shape[2] // self.key.shape[2],
             scale=options.scale,
             impl=options.impl,
-            dropout=self._dropout(seen_keys, rectangle),
+            dropout=None if self.seed is None else Dropout(self.seed, options.dropout_p),
+            positions=self._positions(seen_keys, rectangle),
+            terms=self._terms(),
         )
 
     def _call_within(self, shard_part: ShardPart) -> Call:
@@ -309,7 +333,7 @@ class Slab:
         self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, positions: tuple[int, int], **tensors: Any
     ) -> Call:
         options = self.options
-        return Call(
+        call = Call(
             query,
             key,
             value,
@@ -319,19 +343,33 @@ class Slab:
             query_offset=positions[0],
             key_offset=positions[1],
             dropout_p=options.dropout_p,
+            softcap=options.softcap,
             impl=options.impl,
             **tensors,
         )
+        if self.distance_bias is None:
+            return call
+        return call._replace(distance_bias=self._by_distance(self.distance_bias, call))
 
-    def _dropout(self, seen_keys: SeenKeys, rectangle: Rectangle) -> Dropout | None:
-        if self.seed is None:
+    @staticmethod
+    def _by_distance(of_sequence: Tensor, call: Call) -> Tensor:
+        """The part ``[H, N + M - 1]`` of a call of a tensor ``[H, 2 T - 1]`` of the whole sequence, as a view."""
+        num_queries, num_keys = call.query.shape[1], call.key.shape[1]
+        first = of_sequence.shape[1] // 2 + call.key_offset - call.first_query - num_queries + 1
+        return of_sequence.narrow(1, first, num_queries + num_keys - 1)
+
+    def _terms(self) -> ScoreTerms | None:
+        if self.distance_bias is None:
+            return ScoreTerms(self.options.softcap, None, 0, None) if self.options.softcap else None
+        return ScoreTerms(self.options.softcap, self.distance_bias, -(self.distance_bias.shape[1] // 2), None)
+
+    def _positions(self, seen_keys: SeenKeys, rectangle: Rectangle) -> Positions | None:
+        if self.seed is None and self.distance_bias is None:
             return None
         queries, keys, offset = rectangle.queries, seen_keys.seen.blocks[rectangle.block], self.options.call.offset
         first = keys.row + rectangle.first_head * keys.skew
         keys = replace(keys, row=0, num_heads=queries.num_heads)
-        return Dropout(
-            self.seed,
-            self.options.dropout_p,
+        return Positions(
             self._absolute_row(self.runs, queries.row) + offset - queries.row,
             positions_of(keys, self._absolute_row(seen_keys.runs, first) + offset).to(self.query.device),
         )

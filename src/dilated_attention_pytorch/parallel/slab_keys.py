@@ -22,10 +22,9 @@ def keys_of_slab(
     within, heads, of_block = parts[0]
     if len(parts) == 1 and heads == slice(0, num_heads):
         return of_block.key, of_block.value, None if of_block.hidden is None else of_block.hidden[:, :, 0]
-    batch, *_, head_dim = of_block.key.shape
-    num_rows = pair.keys[1] - pair.keys[0]
-    key, value = (of_block.key.new_zeros(batch, num_rows, num_heads, head_dim) for _ in range(2))
-    hidden = None if of_block.hidden is None else of_block.hidden.new_zeros(batch, num_rows)
+    shape = (of_block.key.shape[0], pair.keys[1] - pair.keys[0], num_heads)
+    key, value = (x.new_zeros(*shape, x.shape[3]) for x in (of_block.key, of_block.value))
+    hidden = None if of_block.hidden is None else of_block.hidden.new_zeros(shape[:2])
     for within, heads, part in parts:
         key[:, within, heads], value[:, within, heads] = part.key, part.value
         if hidden is not None and part.hidden is not None:

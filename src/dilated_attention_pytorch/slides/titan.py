@@ -205,16 +205,16 @@ class _Block(nn.Module):
     def __init__(self, config: TitanConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.embed_dim, eps=_EPS)
-        self.attn = _Attention(config)
+        self.attn = _CellAttention(config)
         self.norm2 = nn.LayerNorm(config.embed_dim, eps=_EPS)
-        self.mlp = _FeedForward(config)
+        self.mlp = _Mlp(config)
 
     def forward(self, x: Tensor, cells: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), cells)
         return x + self.mlp(self.norm2(x))
 
 
-class _FeedForward(nn.Module):
+class _Mlp(nn.Module):
     def __init__(self, config: TitanConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.embed_dim, config.ffn_dim)
@@ -224,7 +224,7 @@ class _FeedForward(nn.Module):
         return self.fc2(functional.gelu(self.fc1(x)))
 
 
-class _Attention(nn.Module):
+class _CellAttention(nn.Module):
     def __init__(self, config: TitanConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads

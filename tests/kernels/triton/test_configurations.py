@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -18,20 +19,22 @@ def test_every_device_has_candidates_for_every_call(target: str) -> None:
     for kernel in ("forward", "few_queries", "query_gradient", "key_gradient"):
         for width in (16, 32, 64, 128, 256):
             for itemsize in (2, 4):
-                for banded in (False, True):
+                for banded, biased in itertools.product((False, True), repeat=2):
                     for version in ((3, 6), (3, 9)):
-                        found = candidates(kernel, width, itemsize, target, banded, version)
+                        found = candidates(kernel, width, itemsize, target, banded, biased, version)
                         assert 1 <= len(found) <= 4
                         assert len(set(found)) == len(found)
 
 
 def test_some_kernels_have_other_blocks_before_triton_3_9() -> None:
-    older, newer = (candidates("key_gradient", 64, 2, "sm_100", False, version) for version in ((3, 8), (3, 9)))
+    older, newer = (candidates("key_gradient", 64, 2, "sm_100", False, False, version) for version in ((3, 8), (3, 9)))
     assert BlockSizes(128, 64, 8, 3) in set(newer) - set(older)
-    older, newer = (candidates("forward", 64, 2, "sm_100", False, version) for version in ((3, 8), (3, 9)))
+    older, newer = (candidates("forward", 64, 2, "sm_100", False, False, version) for version in ((3, 8), (3, 9)))
     assert set(newer) - set(older) == {BlockSizes(128, 64, 4, 2)}
     for target in ("sm_80", "sm_90", "gfx942"):
-        older, newer = (candidates("key_gradient", 64, 2, target, False, version) for version in ((3, 8), (3, 9)))
+        older, newer = (
+            candidates("key_gradient", 64, 2, target, False, False, version) for version in ((3, 8), (3, 9))
+        )
         assert older == newer
 
 

@@ -120,6 +120,17 @@ _AMPERE_BANDED: Table = {
 _HOPPER_BANDED: Table = {
     "forward": {256: (C(64, 32, 8, 3),)},
 }
+# Overrides for calls with a bias by distance: a tile of the bias is copied to shared memory ahead, a float32 per pair.
+_DISTANCE_BIAS: Table = {
+    "forward": {
+        64: (C(128, 64, 8, 2), C(64, 64, 4, 2)),
+        128: (C(64, 64, 8, 2), C(128, 32, 8, 2)),
+        256: (C(64, 16, 8, 2),),
+    },
+    "query_gradient": {64: (C(128, 32, 8, 2), C(128, 16, 8, 2)), 128: (C(64, 16, 8, 2),), 256: (C(32, 16, 8, 2),)},
+    "key_gradient": {64: (C(128, 16, 8, 2), C(64, 32, 8, 2)), 128: (C(64, 16, 8, 2),), 256: (C(32, 16, 8, 2),)},
+}
+_FLOAT32_DISTANCE_BIAS: Table = {"key_gradient": {256: (C(16, 16, 8, 2),)}}
 # Overrides for Triton before 3.9, where other blocks spill registers in the loop over blocks.
 _BLACKWELL_BEFORE_3_9: Table = {
     "forward": {64: (C(128, 64, 8, 3), C(64, 64, 4, 3))},
@@ -132,26 +143,38 @@ _BLACKWELL_BEFORE_3_9: Table = {
 
 @functools.cache
 def candidates(
-    kernel: str, block_d: int, itemsize: int, target: str, banded: bool, triton: tuple[int, int]
+    kernel: str, block_d: int, itemsize: int, target: str, banded: bool, biased: bool, triton: tuple[int, int]
 ) -> Candidates:
     """The configurations of a kernel for heads padded to ``block_d`` and elements of ``itemsize`` bytes.
 
-    ``"few_queries"`` is the forward if one small tile holds all lines of queries, as in decoding. ``target`` is the
-    compiler's name of the device, ``banded`` means that the pattern has a window, ``triton`` is the compiler's version.
+    ``"few_queries"`` is the forward if one small tile holds all lines of queries, as in decoding. ``block_d`` is the
+    wider of keys and values, whose blocks lie in shared memory. ``target`` is the compiler's name of the device,
+    ``banded`` means that the pattern has a window, ``biased`` a bias by distance, ``triton`` is the compiler's version.
     """
     by_width: dict[int, Candidates] = {}
-    for table in _tables(target, itemsize, banded, triton):
+    for table in _tables(target, itemsize, banded, biased, triton):
         by_width |= table.get(kernel, {})
     return by_width[min(width for width in by_width if width >= block_d)]
 
 
-def _tables(target: str, itemsize: int, banded: bool, triton: tuple[int, int]) -> Iterator[Table]:
+def _tables(target: str, itemsize: int, banded: bool, biased: bool, triton: tuple[int, int]) -> Iterator[Table]:
     """The applicable tables; later ones override earlier ones."""
     if target.startswith("gfx"):
         yield _AMD_FLOAT32 if itemsize == 4 else _AMD
-    elif itemsize == 4:
+        return
+    if itemsize == 4:
         yield _FLOAT32
-    elif target.startswith(("sm_9", "sm_10")):
+        if biased:
+            yield _FLOAT32_DISTANCE_BIAS
+        return
+    yield from _tables_of_nvidia(target, banded, triton)
+    if biased:
+        yield _DISTANCE_BIAS
+
+
+def _tables_of_nvidia(target: str, banded: bool, triton: tuple[int, int]) -> Iterator[Table]:
+    """The tables for elements of 2 bytes."""
+    if target.startswith(("sm_9", "sm_10")):
         yield _HOPPER
         if target.startswith("sm_10"):
             yield _BLACKWELL

@@ -12,6 +12,7 @@ import triton.language as tl
 from .counter import dropout_of, head_state, keep_factors, key_state, query_state
 from .runs import is_active_in, keys_seen, load_run
 from .segments import first_position
+from .terms import biased, scaled, terms_of_queries
 from .tiles import (
     SIZES,
     is_seen_key,
@@ -66,6 +67,7 @@ def _attend_blocks(
     is_active,
     dropout,
     query_states,
+    terms,
     scale_log2,
     MASKED: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -74,18 +76,21 @@ def _attend_blocks(
     first, rate, count = run.first, run.rate, run.count
     line = tl.arange(0, OPTIONS.BLOCK_RUN)
     first_row = first - keys.offset
-    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS)
-    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS)
+    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.KEY_WIDTH)
+    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.VALUE_WIDTH)
     for block in range(from_block, to_block):
         index = block * OPTIONS.BLOCK_RUN + line
         is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
-        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
+        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.KEY_WIDTH)
         score = product(query, tl.trans(key))
+        if OPTIONS.SOFTCAP or OPTIONS.DISTANCE_BIAS or OPTIONS.KEY_BIAS:
+            score, _ = scaled(score, terms, OPTIONS)
+            score = biased(score, terms, first_row + index * rate, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
         if OPTIONS.PADDED or (MASKED and not (OPTIONS.CAUSAL or OPTIONS.BANDED)):
             score = tl.where(is_key[None, :], score, float("-inf"))
         if MASKED and (OPTIONS.CAUSAL or OPTIONS.BANDED):
             score = kept_within(score, float("-inf"), block * OPTIONS.BLOCK_RUN, line, start, stop, OPTIONS.BANDED)
-        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH)
         maximum, total, decay, probability = probabilities_of(score, maximum, total, is_active, scale_log2)
         if OPTIONS.DROPOUT:
             key_states = key_state(dropout.seed, (first + index * rate).to(tl.int64))
@@ -104,6 +109,7 @@ def forward_kernel(
     TILES,
     PADDING,
     DROPOUT,
+    TERMS,
     batch_size,
     num_queries,
     num_keys,
@@ -119,18 +125,17 @@ def forward_kernel(
     scale_log2,
     OPTIONS: tl.constexpr,
 ):
-    """``OUT[splits, B, N, H, D]`` and ``LSE[splits, B, N, H]``; each split computes its share of every run's keys.
+    """``OUT[splits, B, N, H, Dv]`` and ``LSE[splits, B, N, H]``; each split computes its share of every run's keys.
 
     A run of few blocks has no share for most splits: with ``ROTATED``, the shares move on by one split with every run.
     ``query_offset`` is the position of the first query, or a pointer to it.
 
     ``QUERY``, ``KEY`` and ``VALUE`` are pointers with the strides of sequences, rows and heads. ``TILES`` are pointers
     to the order of rows, the runs, and each tile's range of runs; ``DROPOUT`` is a pointer to the seed, with threshold
-    and factor; ``OPTIONS`` is a :class:`.ComputingOptions`.
+    and factor; ``TERMS`` is None, or what :mod:`.terms` reads; ``OPTIONS`` is a :class:`.ComputingOptions`.
     """
     ORDER, RUNS, RANGES = TILES
-    D: tl.constexpr = OPTIONS.D
-    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_D: tl.constexpr = OPTIONS.VALUE_WIDTH.BLOCK_D
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     split = tl.program_id(0) % num_splits
@@ -150,12 +155,15 @@ def forward_kernel(
     is_row = row >= 0
     head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, BLOCK_ROWS) % OPTIONS.PACK
     batch = batch.to(tl.int64)
-    query = load_rows(lines_at(QUERY, batch, row, head), is_row, OPTIONS)
+    query = load_rows(lines_at(QUERY, batch, row, head), is_row, OPTIONS.KEY_WIDTH)
     position = row + first_position(query_offset, key_offset + num_keys - num_queries)
     dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     query_states = position
     if OPTIONS.DROPOUT:
         query_states = query_state(head_state(dropout.seed, batch, head.to(tl.int64)), position.to(tl.int64))
+    terms = row
+    if TERMS is not None:
+        terms = terms_of_queries(TERMS, batch, kv_head, head, row, num_queries, num_keys, OPTIONS)
     maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
@@ -196,6 +204,7 @@ def forward_kernel(
                 is_active,
                 dropout,
                 query_states,
+                terms,
                 scale_log2,
                 MASKED,
                 OPTIONS,
@@ -203,7 +212,9 @@ def forward_kernel(
         if OPTIONS.ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += OPTIONS.LINE
-    if BLOCK_D > 128 and not (OPTIONS.CAUSAL or OPTIONS.BANDED):  # if no mask needs their positions
+    if (BLOCK_D > 128 or OPTIONS.KEY_WIDTH.BLOCK_D > 128) and not (
+        OPTIONS.CAUSAL or OPTIONS.BANDED
+    ):  # if no mask needs their positions
         # Rows are loaded again: keeping them through the loops takes registers that the loops need. The barrier keeps
         # the compiler from merging the two loads.
         tl.debug_barrier()
@@ -213,7 +224,7 @@ def forward_kernel(
     out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
     has_key = total != 0.0  # true for NaN: NaN or infinite inputs give NaN
     out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
-    store_lines(OUT, out_lines * D, is_row, out, D, BLOCK_D)
+    store_lines(OUT, out_lines * OPTIONS.VALUE_WIDTH.D, is_row, out, OPTIONS.VALUE_WIDTH)
     lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
     tl.store(LSE + out_lines, lse, mask=is_row)
 
@@ -226,8 +237,7 @@ def merge_splits_kernel(
     LSE,
     num_lines,
     num_splits,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``OUT[lines, D]`` and ``LSE[lines]``: the merge of the splits' partials; a line is a row of one head."""
@@ -239,14 +249,14 @@ def merge_splits_kernel(
         highest = tl.maximum(highest, lse)
     reference = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros([BLOCK], tl.float32)
-    out = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    out = tl.zeros([BLOCK, WIDTH.BLOCK_D], tl.float32)
     for split in range(num_splits):
         place = line + split * num_lines
         weight = tl.exp2((tl.load(PARTIAL_LSE + place, mask=is_line, other=float("-inf")) - reference) * LOG2_E)
         total += weight
-        out += weight[:, None] * load_lines(PARTIAL_OUT, place * D, is_line, D, BLOCK_D)
+        out += weight[:, None] * load_lines(PARTIAL_OUT, place * WIDTH.D, is_line, WIDTH)
     has_key = total != 0.0
     safe = tl.where(has_key, total, 1.0)
-    store_lines(OUT, line * D, is_line, out / safe[:, None], D, BLOCK_D)
+    store_lines(OUT, line * WIDTH.D, is_line, out / safe[:, None], WIDTH)
     lse = tl.where(has_key, reference + tl.log2(safe) * LN_2, float("-inf"))
     tl.store(LSE + line, lse, mask=is_line)

@@ -13,6 +13,7 @@ import triton.language as tl
 from .counter import dropout_of, head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
 from .runs import is_active_in, is_in_band, load_band, load_run
+from .terms import biased_by_queries, scaled, terms_of_keys
 from .tiles import (
     SIZES,
     head_of,
@@ -49,6 +50,7 @@ def _key_blocks(
     value,
     grad_key,
     grad_value,
+    grad_key_bias,
     queries,
     run,
     from_block,
@@ -62,7 +64,10 @@ def _key_blocks(
     dropout,
     state_of_head,
     key_states,
+    terms,
+    first_diagonal,
     scale_log2,
+    HAS_GRAD_KEY_BIAS: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):
     """Add the blocks ``[from_block, to_block)`` of a run of queries to the tile's gradients of keys and values.
@@ -73,18 +78,22 @@ def _key_blocks(
     first, rate, count = run.first, run.rate, run.count
     line = tl.arange(0, OPTIONS.BLOCK_RUN)
     first_row, wide_rate = first - queries.offset, rate.to(tl.int64)
-    query_pointers, query_step = rows_of_run(queries.QUERY, first_row, rate, OPTIONS)
-    grad_pointers, grad_step = rows_of_run(queries.GRAD_OUT, first_row, rate, OPTIONS)
+    query_pointers, query_step = rows_of_run(queries.QUERY, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.KEY_WIDTH)
+    grad_pointers, grad_step = rows_of_run(queries.GRAD_OUT, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.VALUE_WIDTH)
     line_pointers = first_row.to(tl.int64) * queries.num_heads + line * wide_rate * queries.num_heads
     line_step = queries.num_heads * wide_rate * OPTIONS.BLOCK_RUN
     for block in range(from_block, to_block):
         index = block * OPTIONS.BLOCK_RUN + line
         is_query = index < count
-        query = load_block(query_pointers + block * query_step, is_query, True, OPTIONS)
-        grad_out = load_block(grad_pointers + block * grad_step, is_query, True, OPTIONS)
+        query = load_block(query_pointers + block * query_step, is_query, True, OPTIONS.KEY_WIDTH)
+        grad_out = load_block(grad_pointers + block * grad_step, is_query, True, OPTIONS.VALUE_WIDTH)
         lse = tl.load(queries.LSE + line_pointers + block * line_step, mask=is_query, other=float("-inf")) * LOG2_E
         delta = tl.load(queries.DELTA + line_pointers + block * line_step, mask=is_query, other=0.0)
-        score = product(key, tl.trans(query)) * scale_log2
+        score = product(key, tl.trans(query))
+        if OPTIONS.SOFTCAP or OPTIONS.DISTANCE_BIAS or OPTIONS.KEY_BIAS:
+            score, share = scaled(score, terms, OPTIONS)
+            score = biased_by_queries(score, terms, first_diagonal, first_row + index * rate, is_query, OPTIONS)
+        score *= scale_log2
         # A query that saw no key, or does not exist, has probability exp(-inf).
         probability = tl.exp2(score - tl.where(lse == float("-inf"), float("inf"), lse)[None, :])
         if (block < clear_from) | (block >= clear_to):
@@ -101,9 +110,13 @@ def _key_blocks(
             kept = probability * factor
             grad_probability *= factor
         grad_value = product(rounded(kept, grad_out.dtype), grad_out, grad_value)
-        grad_score = rounded(probability * (grad_probability - delta[None, :]), query.dtype)
-        grad_key = product(grad_score, query, grad_key)
-    return grad_key, grad_value
+        grad_score = probability * (grad_probability - delta[None, :])
+        if HAS_GRAD_KEY_BIAS:
+            grad_key_bias += tl.sum(grad_score, 1)
+        if OPTIONS.SOFTCAP:
+            grad_score *= 1.0 - share * share
+        grad_key = product(rounded(grad_score, query.dtype), query, grad_key)
+    return grad_key, grad_value, grad_key_bias
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -116,9 +129,11 @@ def key_gradient_kernel(
     DELTA,
     GRAD_KEY,
     GRAD_VALUE,
+    GRAD_KEY_BIAS,
     TILES,
     PADDING,
     DROPOUT,
+    TERMS,
     batch_size,
     num_queries,
     num_keys,
@@ -133,13 +148,13 @@ def key_gradient_kernel(
     scales,
     OPTIONS: tl.constexpr,
 ):
-    """``GRAD_KEY`` and ``GRAD_VALUE`` ``[B, M, G, D]``: tiles hold key rows and walk over their heads' queries.
+    """``GRAD_KEY[B, M, G, D]`` and ``GRAD_VALUE[B, M, G, Dv]``: tiles hold key rows and walk over their heads' queries.
 
-    Arguments are those of :func:`.query_gradient_kernel`.
+    Arguments are those of :func:`.query_gradient_kernel`, with ``GRAD_KEY_BIAS[B, M, G]`` or None.
     """
     ORDER, RUNS, RANGES = TILES
-    D: tl.constexpr = OPTIONS.D
-    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    D: tl.constexpr = OPTIONS.KEY_WIDTH.D
+    DV: tl.constexpr = OPTIONS.VALUE_WIDTH.D
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     scale, scale_log2 = scales
@@ -163,15 +178,20 @@ def key_gradient_kernel(
     is_key = is_row
     if OPTIONS.PADDED:
         is_key = is_row & (tl.load(PADDING + batch * num_keys + row, mask=is_row, other=1) == 0)
-    key = load_rows(key_lines, is_key, OPTIONS)
-    value = load_rows(value_lines, is_key, OPTIONS)
+    key = load_rows(key_lines, is_key, OPTIONS.KEY_WIDTH)
+    value = load_rows(value_lines, is_key, OPTIONS.VALUE_WIDTH)
     position = row + key_offset
     dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     key_states = position
     if OPTIONS.DROPOUT:
         key_states = key_state(dropout.seed, position.to(tl.int64))
-    grad_key = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-    grad_value = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    terms, grad_key_bias = row, 0
+    if TERMS is not None:
+        terms = terms_of_keys(TERMS, batch, wide_head, row, num_queries, OPTIONS)
+    if GRAD_KEY_BIAS is not None:
+        grad_key_bias = tl.zeros([BLOCK_ROWS], tl.float32)
+    grad_key = tl.zeros([BLOCK_ROWS, OPTIONS.KEY_WIDTH.BLOCK_D], tl.float32)
+    grad_value = tl.zeros([BLOCK_ROWS, OPTIONS.VALUE_WIDTH.BLOCK_D], tl.float32)
     num_heads = num_kv_heads * OPTIONS.RATIO
     line, num_runs = lines_of(RUNS, RANGES, kv_head, window, tile, num_keys, tiles_per_window, lines_per_head, OPTIONS)
     for _ in range(num_runs):
@@ -187,11 +207,12 @@ def key_gradient_kernel(
             lines = batch * num_queries * num_heads + head
             queries = Queries(of_query, of_grad, LSE + lines, DELTA + lines, num_heads, query_offset)
             state_of_head = head_state(dropout.seed, batch, head) if OPTIONS.DROPOUT else head
-            grad_key, grad_value = _key_blocks(
+            grad_key, grad_value, grad_key_bias = _key_blocks(
                 key,
                 value,
                 grad_key,
                 grad_value,
+                grad_key_bias,
                 queries,
                 run,
                 run.edge // BLOCK_RUN,
@@ -205,11 +226,17 @@ def key_gradient_kernel(
                 dropout,
                 state_of_head,
                 key_states,
+                terms,
+                head * (num_queries + num_keys - 1),
                 scale_log2,
+                GRAD_KEY_BIAS is not None,
                 OPTIONS,
             )
         line += OPTIONS.LINE
-    lines = ((batch * num_keys + wide_row) * num_kv_heads + kv_head) * D
+    lines = (batch * num_keys + wide_row) * num_kv_heads + kv_head
     # Padded keys were walked over like the others: their gradients are dropped here.
-    store_lines(GRAD_KEY, lines, is_row, tl.where(is_key[:, None], grad_key * scale, 0.0), D, BLOCK_D)
-    store_lines(GRAD_VALUE, lines, is_row, tl.where(is_key[:, None], grad_value, 0.0), D, BLOCK_D)
+    grad_key = tl.where(is_key[:, None], grad_key * scale, 0.0)
+    store_lines(GRAD_KEY, lines * D, is_row, grad_key, OPTIONS.KEY_WIDTH)
+    store_lines(GRAD_VALUE, lines * DV, is_row, tl.where(is_key[:, None], grad_value, 0.0), OPTIONS.VALUE_WIDTH)
+    if GRAD_KEY_BIAS is not None:
+        tl.store(GRAD_KEY_BIAS + lines, tl.where(is_key, grad_key_bias, 0.0), mask=is_row)

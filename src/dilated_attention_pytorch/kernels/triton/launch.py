@@ -8,6 +8,8 @@ module adds the tensors.
 from __future__ import annotations
 
 import contextlib
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +29,23 @@ from .tuning import fastest
 
 Strided = tuple[Tensor, int, int, int]
 """A tensor, and the strides of its sequences, rows and heads."""
+Operands = tuple[Tensor, tuple[Tensor, int, float], tuple[Any, ...] | None]
+"""The padding mask; the seed, threshold and factor of dropout; the terms of the scores, or None."""
 _EVERYTHING = (DilationGroup(COVERING_LENGTH, 1),)
 
 
+class Gradients(NamedTuple):
+    """The gradients of a call's operands; None for a bias that the call has not, or whose gradient is not needed."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    distance_bias: Tensor | None
+    key_bias: Tensor | None
+
+
 def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, N, H, D]`` in the query's dtype, and log-sum-exp ``[B, N, H]`` in float32.
+    """Output ``[B, N, H, Dv]`` in the query's dtype, and log-sum-exp ``[B, N, H]`` in float32.
 
     ``num_splits`` splits every run of keys into that many parts, which are computed in parallel and merged; by default
     as many as the device needs to be busy.
@@ -40,7 +54,7 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
         NotImplementedError: positions that do not fit 32 bits.
     """
     query = problem.query
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = query.new_empty((*query.shape[:3], problem.value.shape[3]))
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, lse
@@ -67,29 +81,41 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
 
 
 def backward(
-    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from the merged ``out`` and ``lse``, contiguous, in the inputs' dtypes.
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *,
+    needs_distance_bias: bool = True,
+) -> Gradients:
+    """Gradients from the merged ``out`` and ``lse``, contiguous, in the operands' dtypes.
 
-    ``out`` and ``grad_out`` are ``[B, N, H, D]``, where ``out`` is contiguous and ``grad_out`` has contiguous rows;
-    ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32.
+    ``out`` and ``grad_out`` are ``[B, N, H, Dv]``, where ``out`` is contiguous and ``grad_out`` has contiguous rows;
+    ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32. The gradient of the bias by distance is added up by atomic
+    additions, unless ``needs_distance_bias`` is False: its last bits vary from run to run on a GPU. Those of the
+    others are the same in every run.
 
     Raises:
         NotImplementedError: positions that do not fit 32 bits, or that only the device knows.
+        RuntimeError: a gradient of the bias by distance under ``torch.use_deterministic_algorithms(True)``.
     """
     if isinstance(problem.query_offset, Tensor):
         raise NotImplementedError(
             "the gradient is planned with the position of the queries, and got one that lies on the device: pass "
             "query_offset as an integer"
         )
-    grad_query, grad_key, grad_value = (
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor in (problem.query, problem.key, problem.value)
+    bias = problem.distance_bias if needs_distance_bias else None
+    if bias is not None:
+        _check_determinism(bias.device)
+    operands = (problem.query, problem.key, problem.value, bias, problem.key_bias)
+    grads = Gradients(
+        *(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
     )
-    if grad_query.numel() == 0 or grad_key.numel() == 0:
-        return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
+    if grads.query.numel() == 0 or grads.value.numel() == 0:
+        return Gradients(*(None if x is None else x.zero_() for x in grads))
     plan = plan_of(problem)
-    tensors, operands, of_grad_out = _tensors(problem), _optional(problem, plan.kind), _strided(grad_out)
+    tensors, optional, of_grad_out = _tensors(problem), _optional(problem, plan.kind), _strided(grad_out)
     delta = torch.empty_like(lse)
     given = None if grad_lse is None else grad_lse.contiguous()
 
@@ -103,22 +129,24 @@ def backward(
             walk = kernel.walk(chosen)
             tiles = order, *_runs_of(problem, kernel, walk, order)
             before, after, keywords = walk.computing
-            rows = (out, of_grad_out, lse, given, delta, grad_query)
+            rows = (out, of_grad_out, lse, given, delta, grads.query, grads.distance_bias)
             numbers = (*before, problem.query_offset, *after)
-            query_gradient_kernel.run(*tensors, *rows, tiles, *operands, *numbers, **keywords)
+            if grads.distance_bias is not None:
+                grads.distance_bias.zero_()  # for every launch: a timed one has added to it
+            query_gradient_kernel.run(*tensors, *rows, tiles, *optional, *numbers, **keywords)
 
         def launch_keys(chosen: BlockSizes) -> None:
             kernel = plan.key_gradient
             walk = kernel.walk(chosen)
             tiles = order_of_keys, *_runs_of(problem, kernel, walk, order_of_keys)
             before, after, keywords = walk.computing
-            rows = (of_grad_out, lse, delta, grad_key, grad_value)
+            rows = (of_grad_out, lse, delta, grads.key, grads.value, grads.key_bias)
             numbers = (*before, problem.query_offset, *after)
-            key_gradient_kernel.run(*tensors, *rows, tiles, *operands, *numbers, **keywords)
+            key_gradient_kernel.run(*tensors, *rows, tiles, *optional, *numbers, **keywords)
 
         launch_queries(fastest(plan.query_gradient.choice, launch_queries))
         launch_keys(fastest(plan.key_gradient.choice, launch_keys))
-    return grad_query, grad_key, grad_value
+    return grads
 
 
 def attend_rows(
@@ -141,7 +169,7 @@ def attend_rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients if every query sees every key, under merged ``out`` and ``lse``; both and ``grad_out`` contiguous."""
     problem = Problem(query, key, value, _EVERYTHING, False, scale, key_padding_mask=key_padding_mask)
-    return backward(problem, out, lse, grad_out, None)
+    return backward(problem, out, lse, grad_out, None)[:3]
 
 
 def _order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
@@ -197,13 +225,38 @@ def _documents(problem: Problem) -> Tensor:
     return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
 
 
-def _optional(problem: Problem, kind: Kind) -> tuple[Tensor, tuple[Tensor, int, float]]:
-    """The padding mask, and the seed, threshold and factor of dropout; for those that are not given, any tensor."""
+def _optional(problem: Problem, kind: Kind) -> Operands:
+    """The optional operands; any tensor stands for a mask and a seed that are not given."""
     mask, seed = problem.key_padding_mask, problem.dropout_seed
+    distance_bias, key_bias = problem.distance_bias, problem.key_bias
+    terms = (
+        None if distance_bias is None else distance_bias.contiguous(),
+        None if key_bias is None else (key_bias, *key_bias.stride()),
+        *kind.cap,
+    )
     return (
         problem.query if mask is None else mask.contiguous().view(torch.uint8),
         (problem.query if seed is None else seed, *kind.dropout),
+        terms if kind.has_terms else None,
     )
+
+
+def _check_determinism(device: torch.device) -> None:
+    """Refuse atomic additions on a GPU under deterministic algorithms, as PyTorch's operators do.
+
+    Raises:
+        RuntimeError: the mode is on; with ``warn_only=True`` it is a warning.
+    """
+    if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
+        return
+    sentence = (
+        "the Triton kernels add up the gradient of a bias by distance in an order that varies from run to run, and "
+        "torch.use_deterministic_algorithms(True) is set: set warn_only=True, detach the bias if it is not trained, or "
+        'use impl="aten"'
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(sentence)
+    warnings.warn(sentence, stacklevel=2)
 
 
 def _merge_splits(kernel: KernelPlan, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
@@ -214,8 +267,7 @@ def _merge_splits(kernel: KernelPlan, parts: tuple[Tensor, Tensor], out: Tensor,
         lse,
         lines,
         parts[0].shape[0],
-        D=out.shape[3],
-        BLOCK_D=kernel.kind.block_d,
+        WIDTH=kernel.kind.widths[1],
         BLOCK=block,
         num_warps=4,
         enable_fp_fusion=True,

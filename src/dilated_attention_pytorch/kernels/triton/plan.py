@@ -172,8 +172,8 @@ class KernelPlan:
         options = ComputingOptions(
             RATIO=kind.ratio,
             PACK=self.pack,
-            D=kind.head_dim,
-            BLOCK_D=kind.block_d,
+            KEY_WIDTH=kind.widths[0],
+            VALUE_WIDTH=kind.widths[1],
             BLOCK_ROWS=chosen.block_rows,
             BLOCK_RUN=chosen.block_run,
             LINE=line,
@@ -183,6 +183,9 @@ class KernelPlan:
             BANDED=kind.is_banded,
             PADDED=kind.is_padded,
             DROPOUT=kind.dropout_p > 0.0,
+            SOFTCAP=kind.softcap > 0.0,
+            DISTANCE_BIAS=kind.has_distance_bias,
+            KEY_BIAS=kind.has_key_bias,
             ZERO_PAD_KEYS=is_forward and kind.has_zero_pad_keys,
             ROTATED=num_splits > 1 and bool(kind.rules),
         )
@@ -257,9 +260,11 @@ class LaunchPlan:
         return self.kernel_plan("key_gradient", choices, side)
 
     def candidates(self, kernel: str) -> Candidates:
-        """The configurations that the kernel is shipped with."""
+        """The configurations that the kernel is shipped with for the wider of keys and values."""
         kind = self.kind
-        return candidates(kernel, kind.block_d, kind.dtype.itemsize, kind.target, kind.is_banded, triton_version())
+        block_d = max(width.BLOCK_D for width in kind.widths)
+        target, is_banded, is_biased = kind.target, kind.is_banded, kind.has_distance_bias
+        return candidates(kernel, block_d, kind.dtype.itemsize, target, is_banded, is_biased, triton_version())
 
     def side(self, rows: tuple[int, int | None], tile_rows: tuple[int, ...]) -> Side:
         """Side of the rows that tiles hold, queries or keys."""
@@ -285,6 +290,7 @@ class LaunchPlan:
             kind.device,
             kind.dtype,
             kind.head_dim,
+            kind.value_dim,
             kind.packed_heads,
             kind.groups,
             kind.rules,
@@ -295,6 +301,9 @@ class LaunchPlan:
             kind.num_documents is not None,
             kind.is_padded,
             kind.dropout_p > 0.0,
+            kind.softcap > 0.0,
+            kind.has_distance_bias,
+            kind.has_key_bias,
         )
 
 
@@ -321,6 +330,7 @@ def plan_of(problem: Problem) -> LaunchPlan:
         num_heads,
         num_kv_heads,
         head_dim,
+        problem.value.shape[3],
         problem.groups,
         problem.rules,
         problem.is_causal,
@@ -328,6 +338,9 @@ def plan_of(problem: Problem) -> LaunchPlan:
         problem.dropout_p,
         num_documents,
         problem.key_padding_mask is not None,
+        float(problem.softcap),
+        problem.distance_bias is not None,
+        problem.key_bias is not None,
     )
     query_offset = None if isinstance(problem.query_offset, Tensor) else problem.query_offset
     plan = _plan(kind, Positions(num_queries, num_keys, query_offset, problem.key_offset))

@@ -15,16 +15,19 @@ from dilated_attention_pytorch.patterns.dilated import DilationGroup
 
 from .rule_table import FAR, Range, band_of
 from .target import target_of
+from .tiles import Width
 
 
 @dataclass(slots=True, eq=False)
 class Problem:
     """Validated operands of one call; last dimensions are contiguous.
 
-    ``query`` is ``[B, N, H, D]``, ``key`` and ``value`` are ``[B, M, G, D]`` with G dividing H, all of one floating
-    dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and ``dropout_seed`` an
-    int64 scalar, on the same device. ``scale`` is positive. ``query_offset`` is an integer; or, for the forward
-    under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and ``key_offset + M - N``.
+    ``query`` is ``[B, N, H, D]``, ``key`` ``[B, M, G, D]`` and ``value`` ``[B, M, G, Dv]`` with G dividing H, all of
+    one floating dtype; ``cu_seqlens`` is int32 ``[documents + 1]``, ``key_padding_mask`` bool ``[B, M]`` and
+    ``dropout_seed`` an int64 scalar, on the same device. ``scale`` is positive. ``query_offset`` is an integer; or, for
+    the forward under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and
+    ``key_offset + M - N``. Terms of the scores (:mod:`.terms`) are ``distance_bias``, float32 ``[H, N + M - 1]``,
+    ``key_bias``, float32 ``[B, M, G]``, and ``softcap``, 0 for no cap.
     """
 
     query: Tensor
@@ -40,6 +43,9 @@ class Problem:
     dropout_seed: Tensor | None = None
     dropout_p: float = 0.0
     rules: tuple[HeadRule, ...] = ()
+    distance_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    softcap: float = 0.0
 
 
 class Positions(NamedTuple):
@@ -85,6 +91,7 @@ class Kind:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     groups: tuple[DilationGroup, ...]
     rules: tuple[HeadRule, ...]
     is_causal: bool
@@ -93,6 +100,9 @@ class Kind:
     num_documents: int | None
     """Number of packed documents; None = not packed."""
     is_padded: bool
+    softcap: float
+    has_distance_bias: bool
+    has_key_bias: bool
 
     @property
     def ratio(self) -> int:
@@ -105,9 +115,15 @@ class Kind:
         return largest_divisor(self.ratio, 16)
 
     @functools.cached_property
-    def block_d(self) -> int:
-        """Width of the blocks that hold a head; matrix products need at least 16."""
-        return max(16, next_power_of_2(self.head_dim))
+    def widths(self) -> tuple[Width, Width]:
+        """Width of queries and keys, and width of values; matrix products need blocks of at least 16."""
+        of_keys, of_values = (Width(dim, max(16, next_power_of_2(dim))) for dim in (self.head_dim, self.value_dim))
+        return of_keys, of_values
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether scores are more than scaled products."""
+        return self.softcap > 0.0 or self.has_distance_bias or self.has_key_bias
 
     @functools.cached_property
     def target(self) -> str:
@@ -174,8 +190,13 @@ class Kind:
 
     @functools.cached_property
     def scales(self) -> tuple[float, float]:
-        """Scale of the gradients, and scale of the scores in base 2."""
-        return self.scale, self.scale * math.log2(math.e)
+        """Scale of the gradients, and scale of the scores in base 2; with terms, the scores are scaled before it."""
+        return self.scale, math.log2(math.e) * (1.0 if self.has_terms else self.scale)
+
+    @functools.cached_property
+    def cap(self) -> tuple[float, float]:
+        """Factor of the products before the terms, and the cap of the scores."""
+        return (self.scale / self.softcap if self.softcap > 0.0 else self.scale), self.softcap
 
     @functools.cached_property
     def dropout(self) -> tuple[int, float]:

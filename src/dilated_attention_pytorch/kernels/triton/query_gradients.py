@@ -12,6 +12,7 @@ import triton.language as tl
 from .counter import dropout_of, head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
 from .runs import is_active_in, keys_seen, load_run
+from .terms import add_to_diagonals, biased, scaled, terms_of_queries
 from .tiles import (
     SIZES,
     is_seen_key,
@@ -47,6 +48,8 @@ def _query_blocks(
     is_active,
     dropout,
     query_states,
+    terms,
+    GRAD_DISTANCE_BIAS,
     scale_log2,
     MASKED: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -55,17 +58,20 @@ def _query_blocks(
     first, rate, count = run.first, run.rate, run.count
     line = tl.arange(0, OPTIONS.BLOCK_RUN)
     first_row = first - keys.offset
-    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS)
-    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS)
+    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.KEY_WIDTH)
+    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.VALUE_WIDTH)
     # A row that takes no part here, like one that saw no key at all, has probability exp(-inf).
     reference = tl.where(is_active, lse, float("inf"))[:, None]
     for block in range(from_block, to_block):
         index = block * OPTIONS.BLOCK_RUN + line
         is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
-        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
-        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
-        score = product(query, tl.trans(key)) * scale_log2
-        probability = tl.exp2(score - reference)
+        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.KEY_WIDTH)
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH)
+        score = product(query, tl.trans(key))
+        if OPTIONS.SOFTCAP or OPTIONS.DISTANCE_BIAS or OPTIONS.KEY_BIAS:
+            score, share = scaled(score, terms, OPTIONS)
+            score = biased(score, terms, first_row + index * rate, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
+        probability = tl.exp2(score * scale_log2 - reference)
         if OPTIONS.PADDED or (MASKED and not (OPTIONS.CAUSAL or OPTIONS.BANDED)):
             probability = tl.where(is_key[None, :], probability, 0.0)
         if MASKED and (OPTIONS.CAUSAL or OPTIONS.BANDED):
@@ -75,6 +81,11 @@ def _query_blocks(
             key_states = key_state(dropout.seed, (first + index * rate).to(tl.int64))
             grad_probability *= keep_factors(query_states[:, None], key_states[None, :], dropout)
         grad_score = probability * (grad_probability - delta[:, None])
+        if GRAD_DISTANCE_BIAS is not None:
+            is_pair = is_active[:, None] & (index < count)[None, :]
+            add_to_diagonals(GRAD_DISTANCE_BIAS, grad_score, terms.diagonal, first_row + index * rate, is_pair)
+        if OPTIONS.SOFTCAP:
+            grad_score *= 1.0 - share * share
         grad_query = product(rounded(grad_score, key.dtype), key, grad_query)
     return grad_query
 
@@ -90,9 +101,11 @@ def query_gradient_kernel(
     GRAD_LSE,
     DELTA,
     GRAD_QUERY,
+    GRAD_DISTANCE_BIAS,
     TILES,
     PADDING,
     DROPOUT,
+    TERMS,
     batch_size,
     num_queries,
     num_keys,
@@ -110,12 +123,13 @@ def query_gradient_kernel(
     """``GRAD_QUERY[B, N, H, D]``: tiles hold query rows, as in the forward, and walk over keys.
 
     It also stores ``DELTA[B, N, H] = rowsum(dO * O) - dL``, which the gradient of a row's scores subtracts, for the
-    other kernel. ``GRAD_OUT`` is a pointer with strides, and ``GRAD_LSE`` may be None; for other arguments see
-    :func:`.forward_kernel`.
+    other kernel. ``GRAD_DISTANCE_BIAS[H, N + M - 1]``, which begins with zeros, gets the sum over each diagonal by
+    atomic additions. ``GRAD_OUT`` is a pointer with strides; ``GRAD_LSE`` and ``GRAD_DISTANCE_BIAS`` may be None; for
+    other arguments see :func:`.forward_kernel`.
     """
     ORDER, RUNS, RANGES = TILES
-    D: tl.constexpr = OPTIONS.D
-    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    D: tl.constexpr = OPTIONS.KEY_WIDTH.D
+    DV: tl.constexpr = OPTIONS.VALUE_WIDTH.D
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     scale, scale_log2 = scales
@@ -135,22 +149,25 @@ def query_gradient_kernel(
     is_row = row >= 0
     head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, BLOCK_ROWS) % OPTIONS.PACK
     batch, wide_row, wide_head = batch.to(tl.int64), row.to(tl.int64), head.to(tl.int64)
-    grad_out = load_rows(lines_at(GRAD_OUT, batch, wide_row, wide_head), is_row, OPTIONS)
+    grad_out = load_rows(lines_at(GRAD_OUT, batch, wide_row, wide_head), is_row, OPTIONS.VALUE_WIDTH)
     lines = (batch * num_queries + row) * (num_kv_heads * OPTIONS.RATIO) + head
     lse = tl.load(LSE + lines, mask=is_row, other=float("-inf")) * LOG2_E
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    out = load_lines(OUT, lines * D, is_row, D, BLOCK_D)
+    out = load_lines(OUT, lines * DV, is_row, OPTIONS.VALUE_WIDTH)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     if GRAD_LSE is not None:
         delta -= tl.load(GRAD_LSE + lines, mask=is_row, other=0.0)
     tl.store(DELTA + lines, delta, mask=is_row)
-    query = load_rows(lines_at(QUERY, batch, wide_row, wide_head), is_row, OPTIONS)
+    query = load_rows(lines_at(QUERY, batch, wide_row, wide_head), is_row, OPTIONS.KEY_WIDTH)
     position = row + query_offset
     dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     query_states = position
     if OPTIONS.DROPOUT:
         query_states = query_state(head_state(dropout.seed, batch, wide_head), position.to(tl.int64))
-    grad_query = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    terms = row
+    if TERMS is not None:
+        terms = terms_of_queries(TERMS, batch, kv_head, head, row, num_queries, num_keys, OPTIONS)
+    grad_query = tl.zeros([BLOCK_ROWS, OPTIONS.KEY_WIDTH.BLOCK_D], tl.float32)
     keys = keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset)
     line, num_runs = lines_of(
         RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, OPTIONS
@@ -177,6 +194,8 @@ def query_gradient_kernel(
                 is_active,
                 dropout,
                 query_states,
+                terms,
+                GRAD_DISTANCE_BIAS,
                 scale_log2,
                 MASKED,
                 OPTIONS,
@@ -185,4 +204,4 @@ def query_gradient_kernel(
     # Loaded again: keeping the rows through the loops takes registers that the loops need.
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
     lines = (batch * num_queries + row) * (num_kv_heads * OPTIONS.RATIO) + head
-    store_lines(GRAD_QUERY, lines * D, row >= 0, grad_query * scale, D, BLOCK_D)
+    store_lines(GRAD_QUERY, lines * D, row >= 0, grad_query * scale, OPTIONS.KEY_WIDTH)

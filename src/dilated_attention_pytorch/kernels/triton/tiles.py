@@ -43,6 +43,13 @@ SIZES = [
 ]
 
 
+class Width(NamedTuple):
+    """Number of columns of a head's rows, and of the blocks that hold them."""
+
+    D: int
+    BLOCK_D: int
+
+
 class ComputingOptions(NamedTuple):
     """Compile-time constants of the computing kernels."""
 
@@ -50,9 +57,10 @@ class ComputingOptions(NamedTuple):
     """Query heads per key/value head."""
     PACK: int
     """Query heads that share a tile."""
-    D: int
-    BLOCK_D: int
-    """Width of the blocks that hold a head."""
+    KEY_WIDTH: Width
+    """Of queries and keys."""
+    VALUE_WIDTH: Width
+    """Of values and outputs."""
     BLOCK_ROWS: int
     """Rows of a tile, times the heads that share it."""
     BLOCK_RUN: int
@@ -67,6 +75,9 @@ class ComputingOptions(NamedTuple):
     """Whether distances are bounded differently from the causal mask."""
     PADDED: bool
     DROPOUT: bool
+    SOFTCAP: bool
+    DISTANCE_BIAS: bool
+    KEY_BIAS: bool
     ZERO_PAD_KEYS: bool
     ROTATED: bool
     """Whether the shares of splits move on with every run."""
@@ -148,10 +159,10 @@ def rows_of(ORDER, kv_head, window, tile, num_rows, slot, TILE_ROWS: tl.constexp
 
 
 @triton.jit
-def load_lines(BASE, line_offset, is_line, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_lines(BASE, line_offset, is_line, WIDTH: tl.constexpr):
     """``[lines, BLOCK_D]`` from ``BASE + line_offset``; missing lines, and columns from D on, are 0."""
-    column = tl.arange(0, BLOCK_D)
-    mask = is_line[:, None] & (column < D)[None, :]
+    column = tl.arange(0, WIDTH.BLOCK_D)
+    mask = is_line[:, None] & (column < WIDTH.D)[None, :]
     return tl.load(BASE + line_offset[:, None] + column[None, :], mask=mask, other=0.0)
 
 
@@ -163,10 +174,10 @@ def lines_at(STRIDED, batch, row, head):
 
 
 @triton.jit
-def load_rows(lines, is_row, OPTIONS: tl.constexpr):
+def load_rows(lines, is_row, WIDTH: tl.constexpr):
     """``[rows, BLOCK_D]``: the lines at a pointer and offsets; missing rows, and columns from D on, are 0."""
     BASE, line_offset = lines
-    return load_lines(BASE, line_offset, is_row, OPTIONS.D, OPTIONS.BLOCK_D)
+    return load_lines(BASE, line_offset, is_row, WIDTH)
 
 
 @triton.jit
@@ -193,36 +204,36 @@ def rounded(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_lines(BASE, line_offset, is_line, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_lines(BASE, line_offset, is_line, value, WIDTH: tl.constexpr):
     """Store ``[lines, BLOCK_D]`` to the existing lines, in the dtype of ``BASE``."""
-    column = tl.arange(0, BLOCK_D)
-    mask = is_line[:, None] & (column < D)[None, :]
+    column = tl.arange(0, WIDTH.BLOCK_D)
+    mask = is_line[:, None] & (column < WIDTH.D)[None, :]
     tl.store(BASE + line_offset[:, None] + column[None, :], rounded(value, BASE.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_block(pointers, is_line, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+def load_block(pointers, is_line, MASKED: tl.constexpr, WIDTH: tl.constexpr):
     """``[lines, BLOCK_D]``: masked by line if ``MASKED``, by column if D does not fill the block."""
-    inside = (tl.arange(0, OPTIONS.BLOCK_D) < OPTIONS.D)[None, :]
+    inside = (tl.arange(0, WIDTH.BLOCK_D) < WIDTH.D)[None, :]
     if MASKED:
         return tl.load(pointers, mask=is_line[:, None] & inside, other=0.0)
-    if OPTIONS.D == OPTIONS.BLOCK_D:
+    if WIDTH.D == WIDTH.BLOCK_D:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def rows_of_run(HEAD, first_row, rate, OPTIONS: tl.constexpr):
+def rows_of_run(HEAD, first_row, rate, BLOCK_RUN: tl.constexpr, WIDTH: tl.constexpr):
     """Pointers ``[BLOCK_RUN, BLOCK_D]`` to a run's first block, and their distance to the next block's.
 
     ``HEAD`` is a pointer to the first row of a head and the stride of rows.
     """
     BASE, stride = HEAD
     wide_rate = rate.to(tl.int64)  # a stride times a rate exceeds 2^31 before any address does
-    row_in_block = tl.arange(0, OPTIONS.BLOCK_RUN) * wide_rate
+    row_in_block = tl.arange(0, BLOCK_RUN) * wide_rate
     first_line = BASE + first_row.to(tl.int64) * stride
-    pointers = first_line + (row_in_block * stride)[:, None] + tl.arange(0, OPTIONS.BLOCK_D)[None, :]
-    return pointers, stride * wide_rate * OPTIONS.BLOCK_RUN
+    pointers = first_line + (row_in_block * stride)[:, None] + tl.arange(0, WIDTH.BLOCK_D)[None, :]
+    return pointers, stride * wide_rate * BLOCK_RUN
 
 
 @triton.jit

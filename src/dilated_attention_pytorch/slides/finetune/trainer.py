@@ -28,7 +28,7 @@ from .metrics import BEST, metrics
 from .model import SlideModel, loss_of, parameter_groups, standard
 from .results import write_tensors
 from .settings import FinetuneSettings
-from .splits import Split
+from .splits import CaseSplit
 
 BEST_NAME = "best.safetensors"
 """All weights after the best epoch until now."""
@@ -98,7 +98,7 @@ class FinetuneTrainer(Trainer):
         *,
         model: SlideModel,
         inputs: Inputs,
-        split: Split,
+        split: CaseSplit,
         settings: FinetuneSettings,
         seed: int,
         folder: Path,
