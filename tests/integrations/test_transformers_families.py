@@ -270,6 +270,30 @@ def test_what_is_no_attention_in_a_module_s_own_code_is_refused_by_name(what: st
         model(draw(2, LENGTH))
 
 
+def test_operations_in_place_change_the_scores_of_a_module_s_own_code() -> None:
+    class InPlace(Odd):
+        def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            query = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
+            scores = query @ query.transpose(-1, -2)
+            scores.mul_(2.0)
+            scores.div_(6.0)
+            scores.masked_fill_(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e9)
+            scores.add_(torch.zeros(1, 1, 1, LENGTH))
+            return (scores.softmax(-1) @ query).transpose(1, 2).flatten(2), None
+
+    InPlace.__name__ = "OwnAttention"
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(transformers.MegatronBertModel(transformers.MegatronBertConfig(**_SIZES)).eval())
+        for layer in models[-1].encoder.layer:
+            layer.attention.self = InPlace("")
+    with torch.no_grad():
+        expected = models[0](draw(2, LENGTH)).last_hidden_state
+        out = set_pattern(models[1], WHOLE)(draw(2, LENGTH)).last_hidden_state
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
 def test_weights_of_a_module_s_own_code_are_not_given() -> None:
     model = built("Bloom")
     set_pattern(model, PATTERN)
@@ -283,8 +307,9 @@ def test_a_bounded_cache_refuses_what_it_does_not_hold() -> None:
         model(draw(2, LENGTH), past_key_values=BoundedCache(model.config))
     model = set_pattern(built("DeepseekV3"), PATTERN)
     cache = BoundedCache(model.config)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="changes keys between its cache and its attention"):
-        for _ in range(2):
+    with torch.no_grad():
+        model(draw(2, 3), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="changes keys between its cache and its attention"):
             model(draw(2, 3), past_key_values=cache)
 
 

@@ -160,3 +160,11 @@ def test_keys_that_may_be_of_another_sequence_or_of_the_layers_own_are_refused()
         layers._note_source(
             "self_attention", layers._sources(kind), layer, (torch.randn(1, 9, 4), torch.randn(1, 9, 4)), {}
         )
+
+
+def test_a_model_that_attends_to_other_sequences_alone_is_refused() -> None:
+    model = built("BertModel", **_SIZES, vocab_size=31)
+    for layer in model.encoder.layer:
+        setattr(layer.attention.self, layers._OF_ANOTHER, True)
+    with pytest.raises(NotImplementedError, match="BertModel attends to other sequences alone, as BertSelfAttention"):
+        set_pattern(model, PATTERN)(draw(1, 12))

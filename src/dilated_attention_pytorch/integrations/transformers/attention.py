@@ -20,7 +20,7 @@ from .cached import attend_cached
 from .config import check_no_window, layer_pattern
 from .distances import is_without_bias
 from .documents import is_causal_seal, is_seal, is_unread, unseal
-from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended
+from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended, note_own
 from .visibility import Visibility, both, visibility_of
 
 _PASSED_BY = frozenset(
@@ -202,6 +202,7 @@ def _attend(
     boundaries: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence to itself, under the pattern of the layer and the rule of its mask."""
+    note_own(module)
     bounded = cache_of(key)
     num_columns = key.shape[2] if rule is None else rule.num_columns
     if key.shape[2] < num_columns and bounded is None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _PROOF = "_attended_under_pattern"
 """Attribute of a layer: False once found, True once it attended under the pattern. Of a model: True once checked."""
 
+_OWN = "_attended_to_its_own_sequence"
+"""Attribute of a layer, and of a model once checked: whether any attention was under a pattern."""
+
 _WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models to check at their first call; a call of ``model.forward`` itself reaches no hook."""
 
@@ -41,6 +44,7 @@ _SOURCES = frozenset({"context", "encoder_hidden_states", "key", "key_value_stat
 _OTHER_FORMS = (
     "Autoformer",
     "BlockSparse",
+    "Canine",
     "Deformable",
     "FunnelRel",
     "GlobalLocal",
@@ -185,6 +189,12 @@ def note_attended(module: nn.Module) -> None:
     setattr(module, _PROOF, True)
 
 
+@constant_of_graph
+def note_own(module: nn.Module) -> None:
+    """Record that a layer attended to its own sequence, under its pattern."""
+    setattr(module, _OWN, True)
+
+
 def is_causal_without_mask(layer: nn.Module) -> bool:
     """Whether a layer without a mask is causal, by the rule of transformers' "sdpa".
 
@@ -218,6 +228,7 @@ def watch(model: PreTrainedModel) -> None:
     if _PROOF not in vars(model):
         setattr(model, _PROOF, False)
         model.register_forward_pre_hook(_before_call)
+        model.register_forward_hook(_after_call)
 
 
 def _before_call(model: PreTrainedModel, args: Any) -> None:
@@ -228,6 +239,19 @@ def _before_call(model: PreTrainedModel, args: Any) -> None:
     else:
         # torch.compile runs the hooks of its outermost module outside the graph, and compiles what they call.
         _look_through_uncompiled(model)
+
+
+def _after_call(model: PreTrainedModel, args: Any, output: Any) -> None:
+    """Raise if all attention of a model's first call was to other sequences, which is dense."""
+    if torch.compiler.is_compiling() or model.config._attn_implementation != NAME or getattr(model, _OWN, False):
+        return
+    layers = [module for module in model.modules() if vars(module).get(_PROOF) and module not in _WATCHED]
+    if layers and not any(getattr(layer, _OWN, False) for layer in layers):
+        raise NotImplementedError(
+            f"{type(model).__name__} attends to other sequences alone, as {type(layers[0]).__name__} does, and a "
+            'pattern is of one sequence: use "sdpa" for this model'
+        )
+    setattr(model, _OWN, bool(layers))
 
 
 # Called at trace time by torch.compile, which reads nothing of what it changes: a graph that breaks is traced again.

@@ -15,7 +15,6 @@ MaskFunction = Callable[..., Any]
 
 _READ_BY_THE_MODEL = frozenset(
     {
-        "canine",
         "clvp_decoder",
         "clvp_encoder",
         "groupvit_text_model",
@@ -23,7 +22,6 @@ _READ_BY_THE_MODEL = frozenset(
         "mpt",
         "mvp",
         "siglip2_vision_model",
-        "speecht5",
         "table-transformer",
         "trocr",
         "xglm",
