@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.kernels.select import Impl, refusal
 from dilated_attention_pytorch.ops import Scores, attend_blocks, attention_map, attention_maps
 from support.drawn import SWEEP, block_calls, calls, examples
+from support.processes import fork
 from support.scored_calls import NAMES, ScoredCall, check_budget, gradients, scored
 
 P = DilatedPattern([16, 64], [1, 4])
@@ -197,6 +199,31 @@ def test_other_derivatives_are_refused_or_dense() -> None:
         second("aten")
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda *x: attend(*x[:3], P, scores=Scores(sinks=x[3])), (q, k, v, sinks))
+
+
+@pytest.mark.parametrize("impl", ["aten", "native"])
+def test_memory_is_linear_in_rows(impl: Impl) -> None:
+    """One tensor of N x N scores of all heads would take 134 MB."""
+    if refusal(impl, torch.device("cpu"), torch.float32, 8) is not None:
+        pytest.skip("not on this machine")
+
+    def grown() -> None:
+        torch.set_num_threads(1)
+
+        def step(rows: int) -> None:
+            q, k, v = (torch.randn(1, rows, 8, 16, requires_grad=True) for _ in range(3))
+            terms = [torch.rand(8, requires_grad=True), torch.rand(8), torch.randn(8, 65, requires_grad=True)]
+            scores = Scores(5.0, *terms, torch.randn(1, rows, requires_grad=True))
+            attend(q, k, v, DilatedPattern([4096], [1]), scores=scores, impl=impl).sum().backward()
+
+        step(64)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        step(2048)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+
+    ended = fork(grown).ended()
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) < 40, "MB"
 
 
 X = torch.zeros(1, 6, 4, 8)

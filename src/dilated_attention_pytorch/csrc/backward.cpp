@@ -29,6 +29,7 @@ class LineGradients {
   bool are_needed() const { return grad_ != nullptr; }
 
   void add(int64_t piece, int64_t query_head, int64_t index, float number) {
+    if (index < begin_ || index >= begin_ + size_) return;  // of the zeros that fill up a block of keys
     sums_[(piece * ratio_ + query_head) * size_ + index - begin_] += number;
   }
 
@@ -59,8 +60,8 @@ class Backward {
 
  public:
   Backward(const Partial& partial, const Masks& masks, const BackwardOperands& x)
-      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head),
-        value_(x.value, x.of_keys.row, x.of_keys.head), out_(x.out), grad_out_(x.grad_out),
+      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query),
+        key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head), out_(x.out), grad_out_(x.grad_out),
         lse_(x.lse), grad_lse_(x.grad_lse ? *x.grad_lse : x.lse), has_grad_lse_(x.grad_lse.has_value()),
         grad_query_(x.grad_query, x.of_grad_query.row, x.of_grad_query.head * partial.ratio),
         grad_key_(x.grad_key, x.of_grad_keys.row, x.of_grad_keys.head),
@@ -69,7 +70,8 @@ class Backward {
         keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kKeysOfBlock)),
         positions_(std::min(positions_of_tile(partial), longest_problem(partial))),
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
-        operations_(2.0 * (3 * partial.head_dim + 2 * partial.value_dim) * partial.pairs()), threads_(threads_for(operations_, 0.0)),
+        operations_(2.0 * (3 * partial.head_dim + 2 * partial.value_dim) * partial.pairs()),
+        threads_(threads_for(operations_, 0.0)),
         splits_(splits_of(partial, threads_)), most_tiles_(std::clamp<int64_t>(
             kRowsOfChunk * (splits_ > 1 ? 4 * threads_ / splits_ : 1) /
                 rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment),
@@ -286,9 +288,12 @@ class Backward {
       bool is_added, int64_t piece, Scratch& s) {
     const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
     const int64_t begin = run / kAlignment * kAlignment, keys = rounded_up(run_end - begin, kAlignment);
-    const int64_t at = place * rows_ * width_, at_grads = place * rows_ * value_width_, head_dim = p_.head_dim, value_dim = p_.value_dim;
+    const int64_t at = place * rows_ * width_, at_grads = place * rows_ * value_width_;
+    const int64_t head_dim = p_.head_dim, value_dim = p_.value_dim;
     multiply(keys, rows_, width_, s.keys.data() + begin * width_, width_, packed.queries_t + at, rows_, s.scores.data(), rows_, false);
-    multiply(keys, rows_, value_width_, s.values.data() + begin * value_width_, value_width_, packed.grads_t + at_grads, rows_, s.grad_scores.data(), rows_, false);
+    multiply(
+        keys, rows_, value_width_, s.values.data() + begin * value_width_, value_width_, packed.grads_t + at_grads, rows_,
+        s.grad_scores.data(), rows_, false);
     mask(tile, first, begin, keys, run, run_end, s);
     if (masks_.is_dropped) draw(begin, keys, packed.counters.data() + place * rows_, s);
     const float *lse = packed.lse.data() + place * rows_, *delta = packed.delta.data() + place * rows_;
@@ -309,8 +314,8 @@ class Backward {
       probabilities = masks_.is_dropped ? s.kept.data() : s.scores.data(), rounded = paired = s.grad_scores.data();
     }
     multiply(
-        keys, value_dim, rows_, probabilities, rows_, packed.grads + at_grads, value_width_, s.grad_values.data() + begin * value_dim, value_dim,
-        true);
+        keys, value_dim, rows_, probabilities, rows_, packed.grads + at_grads, value_width_,
+        s.grad_values.data() + begin * value_dim, value_dim, true);
     multiply(keys, head_dim, rows_, rounded, rows_, packed.queries + at, width_, s.grad_keys.data() + begin * head_dim, head_dim, true);
     multiply(head_dim, rows_, keys, s.keys_t.data() + begin, keys_of_block_, paired, rows_, grads + place * rows_ * head_dim, rows_, is_added);
   }

@@ -20,7 +20,8 @@ class Forward {
 
  public:
   Forward(const Partial& partial, const Masks& masks, const ForwardOperands& x)
-      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
+      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query),
+        key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head),
         results_(x, partial, masks),
         factor_(x.terms.factor()), width_(rounded_up(partial.head_dim, kPairs)),
         keys_of_block_(std::clamp(rounded_up(partial.num_keys, kAlignment), kAlignment, kPackedKeys)),

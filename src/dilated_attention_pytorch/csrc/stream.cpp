@@ -23,10 +23,11 @@ class Stream {
 
  public:
   Stream(const Partial& partial, const Masks& masks, const ForwardOperands& x)
-      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query), key_(x.key, x.of_keys.row, x.of_keys.head),
-        value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
+      : p_(partial), masks_(masks), terms_(x.terms), has_terms_(x.terms.are_present()), query_(x.query),
+        key_(x.key, x.of_keys.row, x.of_keys.head), value_(x.value, x.of_keys.row, x.of_keys.head), results_(x, partial, masks),
         factor_(x.terms.factor()), of_gate_(double{kLog2E} / factor_), width_(rounded_up(partial.head_dim, kPairs)),
-        query_width_(rounded_up(partial.head_dim, 2 * kLanes)), sum_width_(rounded_up(partial.value_dim, 2 * kLanes)), position_(partial.problems[0].position),
+        query_width_(rounded_up(partial.head_dim, 2 * kLanes)), sum_width_(rounded_up(partial.value_dim, 2 * kLanes)),
+        position_(partial.problems[0].position),
         positions_(partial.problems[0].count), rows_(positions_ * partial.ratio) {}
 
   void run() {
@@ -165,7 +166,8 @@ class Stream {
       std::fill_n(sums + i * of_domain, of_sums, 0.0f);
     }
     // Sizes are captured by value, so that they stay in registers.
-    const int64_t query_width = query_width_, sum_width = sum_width_, head_dim = p_.head_dim, value_dim = p_.value_dim;
+    const int64_t query_width = query_width_, sum_width = sum_width_;
+    const int64_t head_dim = p_.head_dim, value_dim = p_.value_dim;
     for_each_rows<kTogether>(key_, head_dim, keys, num_domains, [=](int64_t i, int64_t x, const auto& rows) {
       constexpr int kKeys = std::tuple_size_v<std::decay_t<decltype(rows)>>;
       Floats dots[kRows][kKeys];
