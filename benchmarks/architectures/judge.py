@@ -182,5 +182,7 @@ def _is_causal_without_mask(subject: Subject, plain: list[Tensor]) -> bool:
 
 def _is_attention(site: reference.Site) -> bool:
     """Whether a softmax is over pairs of one sequence."""
+    if site.is_apart:
+        return False
     rows, columns = site.shape[-2:]
     return rows == columns > 4 or ("ttention" in site.module and rows > 1 and columns > 4)

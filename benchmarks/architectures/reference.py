@@ -90,8 +90,9 @@ def dense_attention(
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     has_window = sliding_window is not None or _is_chunked(module)
     is_cross = length != columns or sys._getframe(1).f_locals.get("is_cross_attention", False)
+    seen = seen.expand(-1, -1, length, -1)
     added = log_counts(seen, num_kv_heads, is_cross=is_cross, has_window=has_window).to(scores.dtype)
-    scores = scores + (added.repeat_interleave(groups, dim=0) if added.shape[1] > 1 else added)
+    scores = scores + (added.repeat_interleave(groups, dim=1) if added.shape[1] > 1 else added)
     if s_aux is not None:  # a key of value 0 that every query sees
         sinks = s_aux.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores, value = torch.cat([scores, sinks], dim=3), functional.pad(value, (0, 0, 0, 1))
@@ -106,20 +107,21 @@ def _is_chunked(module: nn.Module) -> bool:
 
 
 def log_counts(seen: Tensor, num_heads: int, *, is_cross: bool, has_window: bool) -> Tensor:
-    """What is added to scores of which the mask lets ``seen [B or 1, 1, N, M]`` through, ``[H, N, N]`` or 0."""
+    """What is added to scores of which the mask lets ``seen [B or 1, 1, N, M]`` through, ``[B or 1, H, N, N]`` or 0."""
     length = seen.shape[2]
-    starts = _documents(seen[0, 0])
+    starts = [_documents(row) for row in seen[:, 0]]
     # Another length is another sequence, whose keys have no positions in the pattern.
-    own = not is_cross and not has_window and (starts is not None or not _has_window(seen[0, 0]))
+    own = not is_cross and not has_window and (starts[0] is not None or not _has_window(seen[0, 0]))
     STATE.calls.append("self" if own else "cross" if is_cross else "window")
     if not own or not STATE.with_counts:
-        return torch.zeros(1, 1, 1)
+        return torch.zeros(1, 1, 1, 1)
     if (num_heads, length) not in _COUNTS:
         _COUNTS[num_heads, length] = counts(num_heads, length)
-    if starts is None:
-        return _COUNTS[num_heads, length].log()
-    own_positions = torch.arange(length) - starts
-    return _COUNTS[num_heads, length][:, own_positions][:, :, own_positions].log()
+    whole = _COUNTS[num_heads, length]
+    if starts[0] is None:
+        return whole[None].log()
+    positions = [torch.arange(length) - (0 if start is None else start) for start in starts]
+    return torch.stack([whole[:, own_positions][:, :, own_positions] for own_positions in positions]).log()
 
 
 def _documents(seen: Tensor) -> Tensor | None:
@@ -172,14 +174,14 @@ class CountsInSoftmax(TorchFunctionMode):
         if func in _SOFTMAX_FUNCTIONS and self._is_own(args[0]):
             scores = args[0]
             hidden = scores <= -1e4
-            seen = ~hidden.flatten(0, -3)[:1, None] if scores.dim() > 2 else ~hidden[None, None]
+            seen = ~hidden.flatten(0, -3)[:1, None]
             heads = scores.shape[1] if scores.dim() == 4 else scores.shape[0] // ROWS
             num_kv_heads = self._kv_heads.get(tuple(scores.shape), heads)
             added = log_counts(seen, num_kv_heads, is_cross=False, has_window=False).to(scores.dtype)
             if added.shape[1] > 1:
-                added = added.repeat_interleave(heads // num_kv_heads, dim=0)
-            if scores.dim() == 3 and len(added) == heads:
-                added = added.repeat(ROWS, 1, 1)
+                added = added.repeat_interleave(heads // num_kv_heads, dim=1)
+            if scores.dim() == 3:
+                added = added[0].repeat(ROWS, 1, 1) if added.shape[1] > 1 else added[0]
             args = (scores + added, *args[1:])
         out = func(*args, **kwargs)
         if func in _PRODUCTS and args[1].dim() == 4:
@@ -252,6 +254,8 @@ class Site:
     through_interface: bool
     implementation: str | None
     """What the nearest configuration asks for."""
+    is_apart: bool
+    """Whether it is in cross-attention or in a head that pools."""
 
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -314,7 +318,9 @@ class Watch(TorchDispatchMode):
             dim = args[1] if "scaled" not in name else -1
             if isinstance(dim, int) and dim % first.dim() == first.dim() - 1 and len(shape) >= 3:
                 module = next((type(m).__name__ for m in reversed(self._stack) if not isinstance(m, nn.Softmax)), "")
-                self.sites.append(Site(module, shape, _inside_ours(), self._implementation()))
+                names = [type(parent).__name__ for parent in self._stack]
+                is_apart = any("Cross" in name or "Pool" in name for name in names)
+                self.sites.append(Site(module, shape, _inside_ours(), self._implementation(), is_apart))
         return func(*args, **(kwargs or {}))
 
 

@@ -150,6 +150,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 NOT_HERE: dict[str, str] = {
     "omdet-turbo": "keeps what its text encoder gave, so that a second call shows nothing",
     "xcodec": "gives codes, which do not show what the attention of a small model gives",
+    "mobilevit": "attends to 4 patches in small images, which do not show a pattern",
     "sam3_video": "is called with the session of a video",
     "edgetam_video": "is called with the session of a video",
 }

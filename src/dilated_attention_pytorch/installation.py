@@ -30,11 +30,12 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "pyarrow>=18",
         "rich>=13",
         "safetensors>=0.4",
+        "scikit-learn>=1.5",
         "transformers>=5.6",
         "tyro>=1.0",
     ),
     "plot": ("matplotlib>=3.8",),
-    "ray": ("numpy", "pandas>=2.2.3", "pyarrow>=18", "ray>=2.51"),
+    "ray": ("ray>=2.51",),
     "report": ("plotly>=6",),
     "slides": ("filelock>=4.3", "h5py>=3.11", "numpy", "pyarrow>=18", "rich>=13", "safetensors>=0.4", "tyro>=1.0"),
     "torchao": ("torchao>=0.18",),
@@ -53,7 +54,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "tyro>=1.0",
     ),
     "triton": ("triton>=3.6",),
-    "check": ("hypothesis>=6.100", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6", "scikit-learn>=1.5"),
+    "check": ("hypothesis>=6.100", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6"),
     "dev": ("build>=1.2", "mypy>=1.15", "ruff>=0.12"),
 }
 """Packages that each extra installs (``check`` and ``dev`` also include other extras)."""

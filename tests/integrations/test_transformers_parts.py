@@ -14,6 +14,7 @@ from transformers import AutoModel
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.integrations import register, set_pattern
+from dilated_attention_pytorch.integrations.transformers import layers
 from integrations.tiny_models import PATTERN, draw, tiny
 
 register()
@@ -42,8 +43,6 @@ def test_a_table_of_attention_in_the_same_file_is_no_matter_to_a_model_that_does
         dilated = set_pattern(built("GitVisionModel", "dilated", **_IMAGES), PATTERN)(images()).last_hidden_state
     torch.testing.assert_close(whole, expected)
     assert not torch.allclose(dilated, expected, atol=1e-3)
-    with pytest.raises(NotImplementedError, match=r"attention of its own for each of eager \(GIT_SELF_ATTENTION_CLASS"):
-        built("GitModel", {"": "dilated", "vision_config": "eager"}, **_SIZES, vision_config=_IMAGES)
 
 
 def depth_anything() -> Any:
@@ -126,19 +125,46 @@ def test_a_window_in_every_layer_that_attends_leaves_no_layer_to_a_pattern() -> 
         set_pattern(model, PATTERN)
 
 
-def test_a_head_that_pools_by_the_values_of_the_mask_is_refused() -> None:
+def test_a_head_that_pools_by_the_values_of_the_mask_gets_them() -> None:
     sizes = _SIZES | {"num_patches": 16, "patch_size": 8}
-    with pytest.raises(NotImplementedError, match=r'Siglip2MultiheadAttentionPoolingHead \("head"\)'):
-        set_pattern(built("Siglip2VisionModel", **sizes), PATTERN)
-    set_pattern(built("Siglip2VisionModel", **sizes, vision_use_head=False), PATTERN)
+    patches = torch.randn(2, 16, 3 * 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 9:] = 0
+    shapes = torch.tensor([[4, 4], [3, 3]])
+    with torch.no_grad():
+        expected = built("Siglip2VisionModel", **sizes)(patches, mask, shapes).pooler_output
+        model = set_pattern(built("Siglip2VisionModel", **sizes), WHOLE)
+        torch.testing.assert_close(model(patches, mask, shapes).pooler_output, expected)
 
 
 @pytest.mark.parametrize("words", [11, 24])
-def test_keys_that_may_be_of_another_sequence_are_refused_though_they_are_as_many_as_the_queries(words: int) -> None:
+def test_one_class_attends_under_the_pattern_to_its_own_sequence_and_densely_to_another(words: int) -> None:
     """SAM 3 has one class for its attention to the image and for that to the words."""
     sizes = {"hidden_size": 48, "num_layers": 1, "num_attention_heads": 6, "intermediate_size": 53}
     kind = importlib.import_module("transformers.models.sam3.modeling_sam3").Sam3DetrEncoder
-    model = set_pattern(kind(kind.config_class(**sizes)).double(), PATTERN)
+    torch.manual_seed(0)
+    model = kind._from_config(kind.config_class(**sizes), attn_implementation="sdpa").double().eval()
     image = torch.randn(2, 48, 4, 6, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="Sam3Attention may attend to another sequence and does not say"):
-        model([image], torch.randn(2, words, 48, dtype=torch.float64), [image])
+    given = ([image], torch.randn(2, words, 48, dtype=torch.float64), [image])
+    with torch.no_grad():
+        expected = model(*given).last_hidden_state
+        torch.testing.assert_close(set_pattern(model, WHOLE)(*given).last_hidden_state, expected)
+        assert not torch.allclose(set_pattern(model, PATTERN)(*given).last_hidden_state, expected, atol=1e-4)
+
+
+def test_keys_that_may_be_of_another_sequence_or_of_the_layers_own_are_refused() -> None:
+    kind = importlib.import_module("transformers.models.efficientloftr.modeling_efficientloftr").EfficientLoFTRAttention
+    config = transformers.EfficientLoFTRConfig()
+    layer = kind(config, 0)
+    with pytest.raises(NotImplementedError, match="got encoder_hidden_states of as many rows as it has queries"):
+        layers._note_source(
+            "self_attention", layers._sources(kind), layer, (torch.randn(1, 9, 4), torch.randn(1, 9, 4)), {}
+        )
+
+
+def test_a_model_that_attends_to_other_sequences_alone_is_refused() -> None:
+    model = built("BertModel", **_SIZES, vocab_size=31)
+    for layer in model.encoder.layer:
+        setattr(layer.attention.self, layers._OF_ANOTHER, True)
+    with pytest.raises(NotImplementedError, match="BertModel attends to other sequences alone, as BertSelfAttention"):
+        set_pattern(model, PATTERN)(draw(1, 12))

@@ -24,14 +24,6 @@ def model(name: str = "llama", pattern: Any = PATTERN, **changes: Any) -> Any:
     return set_pattern(tiny(name, **changes), pattern)
 
 
-def t5() -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=31, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, decoder_start_token_id=0)
-    config._attn_implementation = "dilated"
-    return set_pattern(T5ForConditionalGeneration(config).eval(), PATTERN)
-
-
 def sharing_keys() -> Any:
     from transformers import Gemma3nTextConfig
 
@@ -80,9 +72,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a pattern per layer of two stacks": (
         lambda: model("bart", [PATTERN, PATTERN]), ValueError, "two stacks of layers",
     ),
-    "soft-capping": (lambda: model("Gemma2", [None, PATTERN])(TOKENS), NotImplementedError, "softcap: capped scores"),
     "position bias": (
-        lambda: t5()(TOKENS, decoder_input_ids=TOKENS), NotImplementedError, "position_bias: learned biases",
+        lambda: attention.dilated_attention_forward(
+            model().model.layers[0].self_attn, *torch.randn(3, 1, 3, 12, 8), None, position_bias=torch.ones(1, 3, 9, 9)
+        ),
+        NotImplementedError, r"bias of its own for every pair of queries and keys to the scores, got \(1, 3, 9, 9\)",
     ),
     "weights": (
         lambda: model()(TOKENS, output_attentions=True), NotImplementedError, "output_attentions: the N x N weights",
@@ -107,10 +101,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "padding between tokens in a bounded cache": (
         lambda: padded_between(), NotImplementedError, "2 runs in row 1",
-    ),
-    "a mask function": (
-        lambda: model("Gemma3", use_bidirectional_attention=True, layer_types=["full_attention"] * 2)(TOKENS),
-        NotImplementedError, "or_mask_function",
     ),
     "unknown argument": (lambda: model()(TOKENS, sinks=3), NotImplementedError, "does not honour sinks"),
     "gradients in a bounded cache": (

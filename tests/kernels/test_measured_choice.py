@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.kernels import measured_choice as module
-from dilated_attention_pytorch.kernels.measured_choice import Choice, Routine, measured_choice
+from dilated_attention_pytorch.kernels.measured_choice import MeasuredChoice, Routine, measured_choice
 
 RESULT = torch.tensor([1.0, -2.0, 3.0])
 SLOW, FAST = 0.02, 0.001
@@ -41,7 +41,7 @@ def failing() -> tuple[Tensor, ...]:
     raise RuntimeError("could not create a primitive")
 
 
-def chosen(usual: Routine, other: Routine, subject: str = "test", threads: int = 1) -> Choice:
+def chosen(usual: Routine, other: Routine, subject: str = "test", threads: int = 1) -> MeasuredChoice:
     return measured_choice(subject, {"usual": usual, "other": other}, operations=1e9, tolerance=1e-5, threads=threads)
 
 
@@ -126,7 +126,7 @@ def test_a_read_only_folder_is_no_obstacle() -> None:
     assert chosen(taking(SLOW), taking(FAST)).name == "other"
 
 
-def rank_choice(rank: int, calls: Path, begin: Barrier, choices: SimpleQueue[Choice]) -> None:
+def rank_choice(rank: int, calls: Path, begin: Barrier, choices: SimpleQueue[MeasuredChoice]) -> None:
     """The choice of a rank that measures the usual routine as the faster one if ``rank`` is 1."""
 
     def taking_noted(seconds: float) -> Routine:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.integrations import adopt
-from dilated_attention_pytorch.kernels.measured_choice import Choice
+from dilated_attention_pytorch.kernels.measured_choice import MeasuredChoice
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
 from dilated_attention_pytorch.nn import Linear, linear
 from dilated_attention_pytorch.nn.linear import project
@@ -434,7 +434,7 @@ def test_measuring_draws_no_random_number_and_leaves_no_graph(
 
 
 def test_the_variable_names_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert linear.linear_choice(2) == Choice("convolution", {})
+    assert linear.linear_choice(2) == MeasuredChoice("convolution", {})
     monkeypatch.setenv(linear.VARIABLE, "fast")
     linear.linear_choice.cache_clear()
     layer, x = layer_and_rows()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import resource
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,9 +24,8 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.kernels.select import Impl, refusal
 from dilated_attention_pytorch.ops import Scores, attend_blocks, attention_map, attention_maps
 from support.drawn import SWEEP, block_calls, calls, examples
-from support.error_budget import budget_with_scores
-from support.oracle import Groups
-from support.scored_calls import NAMES, ScoredCall, gradients, scored
+from support.processes import fork
+from support.scored_calls import NAMES, ScoredCall, check_budget, gradients, scored
 
 P = DilatedPattern([16, 64], [1, 4])
 
@@ -77,42 +75,7 @@ def test_low_precision_stays_within_the_error_budget(impl: Impl, dtype: torch.dt
     @examples(40)
     @given(scored(st.one_of(calls(), block_calls())))
     def check(call: ScoredCall) -> None:
-        # Sinks are applied to results, in PyTorch: their rounding is no kernel's.
-        call.names = call.names - {"sinks"}
-        ragged = (replace(one, tail="ragged") if isinstance(one, Groups) else one for one in call.call.summands)
-        call.call.summands = tuple(ragged)
-        tensors, of_out, of_lse = call.tensors(dtype)
-        found = gradients(call, tensors, lambda leaves: call.attend(leaves, impl), of_out, of_lse)
-        exact = {name: x.double() for name, x in tensors.items()}
-        expected = gradients(call, exact, call.oracle, of_out, of_lse)
-        ratio, bias = call.call.ratio, call.bias(exact)
-        k, v = (exact[name].repeat_interleave(ratio, 2) for name in ("k", "v"))
-        counts = call.call.counts()[0].repeat_interleave(ratio, 1).double()
-        scale = 1 / math.sqrt(call.call.head_dim) if call.call.scale is None else call.call.scale
-        operands = (exact["q"], k, v, of_out.double(), counts, scale, dtype, of_lse)
-        budget, of_scores = budget_with_scores(*operands, softcap=call.softcap, bias=bias)
-        bounds = {
-            "out": budget.out,
-            "lse": budget.lse,
-            "q": budget.grad_query,
-            "k": budget.grad_key.unflatten(2, (-1, ratio)).sum(3),
-            "v": budget.grad_value.unflatten(2, (-1, ratio)).sum(3),
-        }
-        # The gradients of biases are sums of those of the scores: their bounds are the sums of the bounds.
-        leaves = {name: exact[name].detach().requires_grad_() for name in NAMES[1:] if name in exact}
-        if leaves:
-            biases = call.bias(exact | leaves)
-            grads = torch.autograd.grad((biases * of_scores).sum(), list(leaves.values()), retain_graph=True)
-            bounds.update({name: grad.abs() for name, grad in zip(leaves, grads, strict=True)})
-        for name, bound in bounds.items():
-            floor = torch.finfo(dtype).tiny * 64
-            if name in leaves:  # of a sum of up to B N M H / 2 terms in float32
-                floor += 2.0**-24 * call.call.num_queries * float(expected[name].abs().sum() + 1)
-            is_finite = expected[name].isfinite()
-            error = torch.where(is_finite, (found[name].double() - expected[name]).abs(), 0.0)
-            assert (error <= bound + floor).all(), name
-            if error.numel():
-                used[name] = max(used.get(name, 0.0), (error / (bound + floor)).max().item())
+        check_budget(call, dtype, impl, used)
 
     check()
     figure(f"scores, {impl}, {dtype}, largest part of the error budget used", {k: f"{v:.2f}" for k, v in used.items()})
@@ -236,6 +199,31 @@ def test_other_derivatives_are_refused_or_dense() -> None:
         second("aten")
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda *x: attend(*x[:3], P, scores=Scores(sinks=x[3])), (q, k, v, sinks))
+
+
+@pytest.mark.parametrize("impl", ["aten", "native"])
+def test_memory_is_linear_in_rows(impl: Impl) -> None:
+    """One tensor of N x N scores of all heads would take 134 MB."""
+    if refusal(impl, torch.device("cpu"), torch.float32, 8) is not None:
+        pytest.skip("not on this machine")
+
+    def grown() -> None:
+        torch.set_num_threads(1)
+
+        def step(rows: int) -> None:
+            q, k, v = (torch.randn(1, rows, 8, 16, requires_grad=True) for _ in range(3))
+            terms = [torch.rand(8, requires_grad=True), torch.rand(8), torch.randn(8, 65, requires_grad=True)]
+            scores = Scores(5.0, *terms, torch.randn(1, rows, requires_grad=True))
+            attend(q, k, v, DilatedPattern([4096], [1]), scores=scores, impl=impl).sum().backward()
+
+        step(64)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        step(2048)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+
+    ended = fork(grown).ended()
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) < 40, "MB"
 
 
 X = torch.zeros(1, 6, 4, 8)

@@ -201,7 +201,7 @@ def counted_traffic(
     return found
 
 
-def planned(case: ShardedCase) -> parallel.Estimate:
+def planned(case: ShardedCase) -> parallel.ParallelEstimate:
     """What :func:`plan_parallel` says of a case."""
     call = case.call
     heads = call.kv_heads * call.ratio

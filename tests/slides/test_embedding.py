@@ -22,8 +22,8 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.slides import (
     Embedder,
+    EmbedOutcome,
     EmbedSettings,
-    Outcome,
     SlideEncoder,
     SlideEncoderConfig,
     load_slide_encoder,
@@ -212,7 +212,7 @@ def test_a_file_of_slide2vec_is_embedded_again_where_a_file_beside_it_changed(
     np.savez(tmp_path / "tiles" / "a.coordinates.npz", x=x, y=y)
     (tmp_path / "tile_embeddings" / "a.meta.json").write_text(json.dumps({"tile_size_lv0": SIZE}))
 
-    def run() -> Outcome:
+    def run() -> EmbedOutcome:
         return Embedder([tmp_path / "tile_embeddings"], weights, tmp_path / "out", EmbedSettings()).run()
 
     assert (run().embedded, run().kept) == (1, 1)

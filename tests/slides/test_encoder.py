@@ -113,6 +113,24 @@ def test_packed_slides_equal_slide_by_slide_in_values_and_gradients(pooling: str
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-11 * max(1.0, float(alone.abs().max())))
 
 
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_a_call_that_stops_early_has_the_same_states_and_leaves_the_other_layers_alone(pooling: str) -> None:
+    theirs = AuthorsSlideEncoder(**SMALL, global_pool=pooling == "mean").draw(seed=4)
+    encoder, (features, coordinates) = ours(theirs), slide(43, 19)
+    every = encoder(features, coordinates).layers
+    for number in range(4):
+        encoder.zero_grad()
+        states = encoder(features, coordinates, num_layers=number).layers
+        assert torch.equal(states, every[:, : number + 1])
+        states[:, number].square().sum().backward()
+        for index, layer in enumerate(encoder.encoder.layers):
+            assert all((parameter.grad is not None) == (index < number) for parameter in layer.parameters())
+        tiles = encoder.tile_states(features, coordinates, layer=number)
+        pooled = encoder.norm(tiles.mean(1))
+        if pooling == "mean":
+            torch.testing.assert_close(pooled, every[:, number], rtol=0, atol=1e-12)
+
+
 def test_rows_of_a_feed_forward_taken_at_once_change_nothing() -> None:
     torch.manual_seed(0)
     config = SlideEncoderConfig(feature_dim=5, embed_dim=16, num_layers=1, num_heads=2, ffn_dim=24)

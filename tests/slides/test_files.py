@@ -154,7 +154,10 @@ FEATURES, CORNERS = tiles_of(7, 0)
 
 @pytest.mark.parametrize(
     "value",
-    [h5py.Empty("f8"), h5py.Reference(), np.zeros(0), np.arange(9), np.array([b"x"]), np.array([np.nan]), "512"],
+    [
+        *(h5py.Empty("f8"), h5py.Reference(), np.zeros(0), np.arange(9), np.array([b"x"]), np.array([np.nan]), "512"),
+        *(np.array([(512, 1.0)], dtype="i4,f8"), np.longdouble("1e4000"), np.full((2, 2), 512), 1e300, -1, 1j),
+    ],
 )
 def test_an_attribute_that_is_no_number_is_none_that_is_there(value: Any, tmp_path: Path) -> None:
     slide = read_slide(write_hdf5(tmp_path / "a.h5", *tiles_of(7, 0), patch_size_level0=value, encoder=value))
@@ -173,6 +176,12 @@ def quantised() -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch is about to remove them
         return torch.quantize_per_tensor(FEATURES, 0.1, 0, torch.qint8)
+
+
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype
+        return torch.nested.nested_tensor([FEATURES, FEATURES[:2]])
 
 
 BROKEN: list[tuple[str, Any, str]] = [
@@ -245,6 +254,10 @@ BROKEN: list[tuple[str, Any, str]] = [
         {"features": quantised(), "coords": CORNERS},
         "is quantised t",
     ),
+    ("a.pt", {"features": nested(), "coords": CORNERS}, "must be a dense tensor, got one that is nested"),
+    ("a.pt", {"features": FEATURES > 0, "coords": CORNERS}, "features must be floats of 16 to 64 bits, got torch.bool"),
+    ("a.pt", {"features": [FEATURES], "coords": CORNERS}, "it has no features (it holds features, coords)"),
+    ("a.h5", "group", "it has no features (it holds coords, features)"),
     ("a.pt", {"features": torch.empty(7, 12, device="meta"), "coords": CORNERS}, "one that is meta, without numbers"),
     ("a.pt", {"features": torch.ones(1, 1).expand(10**9, 12), "coords": CORNERS}, "expanded from 4 bytes"),
     (
@@ -276,6 +289,10 @@ def write_broken(path: Path, content: Any) -> None:
         with h5py.File(path, "w") as file:
             file.create_dataset("features", shape=(10**12, WIDTH), dtype="f4", chunks=(1, WIDTH))
             file.create_dataset("coords", shape=(10**12, 2), dtype="i4", chunks=(1, 2))
+    elif isinstance(content, str) and content == "group":
+        with h5py.File(path, "w") as file:
+            file.create_group("features")
+            file["coords"] = CORNERS
     elif isinstance(content, str) and content == "pipe":
         os.mkfifo(path)
     elif isinstance(content, str) and content == "device":

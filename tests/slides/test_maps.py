@@ -63,7 +63,11 @@ def test_the_vector_of_a_tool_is_its_own(like: Any, global_pool: bool, layer: in
     embedder = Embedder([tmp_path / "features"], weights, tmp_path / "out", settings)
     embedder.encoder.double()
     embedder.worker.read = wide(embedder.worker.read)  # type: ignore[method-assign]
+    computed: list[float] = []
+    top = embedder.encoder.encoder.layers[-1]  # type: ignore[union-attr]
+    top.register_forward_hook(lambda *_: computed.append(1.0))
     assert embedder.run().embedded == 1
+    assert bool(computed) == (settings.vector.layout == "own")  # else nothing of the last layer is written
     with h5py.File(tmp_path / "out" / "a.h5") as file:
         name = "embedding" if settings.vector.layout == "own" else "features"
         found = torch.from_numpy(file[name][()])

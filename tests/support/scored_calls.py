@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from dilated_attention_pytorch import attend_with_lse
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import Scores
 from support.drawn import DrawnCall
-from support.oracle import Terms, dense_attention
+from support.error_budget import budget_with_scores
+from support.oracle import Groups, Terms, dense_attention
 
 NAMES = ("softcap", "sinks", "slopes", "distance_bias", "key_bias")
 
@@ -76,7 +77,9 @@ class ScoredCall:
     def attend(self, tensors: dict[str, Tensor], impl: Impl) -> tuple[Tensor, Tensor]:
         scores = self.scores(tensors)
         operands = (tensors["q"], tensors["k"], tensors["v"], self.call.pattern)
-        options: Any = {"is_causal": self.call.is_causal, "scale": self.call.scale, **self.call.options}
+        options: Any = {"is_causal": self.call.is_causal, "scale": self.call.scale}
+        for name, x in self.call.options.items():
+            options[name] = x.to(tensors["q"].device) if isinstance(x, Tensor) else x
         return attend_with_lse(*operands, scores=scores, impl=impl, **options)
 
     def oracle(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -106,3 +109,55 @@ def gradients(
     grads = torch.autograd.grad(losses(out, lse, *of), list(leaves.values()), allow_unused=True)
     found = {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), grads, strict=True)}
     return {"out": out.detach(), "lse": lse.detach(), **found}
+
+
+def check_budget(
+    call: ScoredCall,
+    dtype: torch.dtype,
+    impl: Impl,
+    used: dict[str, float],
+    placed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors,
+) -> None:
+    """Check that outputs and gradients are within the error budget of which ``used`` becomes the largest part.
+
+    ``placed`` are the tensors where the implementation computes.
+    """
+    # Sinks are applied to results, in PyTorch: their rounding is no kernel's.
+    call.names = call.names - {"sinks"}
+    ragged = (replace(one, tail="ragged") if isinstance(one, Groups) else one for one in call.call.summands)
+    call.call.summands = tuple(ragged)
+    tensors, of_out, of_lse = call.tensors(dtype)
+    here = placed({**tensors, "of_out": of_out, "of_lse": of_lse})
+    weights = here.pop("of_out"), here.pop("of_lse")
+    found = gradients(call, here, lambda leaves: call.attend(leaves, impl), *weights)
+    exact = {name: x.double() for name, x in tensors.items()}
+    expected = gradients(call, exact, call.oracle, of_out, of_lse)
+    ratio, bias = call.call.ratio, call.bias(exact)
+    k, v = (exact[name].repeat_interleave(ratio, 2) for name in ("k", "v"))
+    counts = call.call.counts()[0].repeat_interleave(ratio, 1).double()
+    scale = 1 / math.sqrt(call.call.head_dim) if call.call.scale is None else call.call.scale
+    operands = (exact["q"], k, v, of_out.double(), counts, scale, dtype, of_lse)
+    budget, of_scores = budget_with_scores(*operands, softcap=call.softcap, bias=bias)
+    bounds = {
+        "out": budget.out,
+        "lse": budget.lse,
+        "q": budget.grad_query,
+        "k": budget.grad_key.unflatten(2, (-1, ratio)).sum(3),
+        "v": budget.grad_value.unflatten(2, (-1, ratio)).sum(3),
+    }
+    # The gradients of biases are sums of those of the scores: their bounds are the sums of the bounds.
+    leaves = {name: exact[name].detach().requires_grad_() for name in NAMES[1:] if name in exact}
+    if leaves:
+        biases = call.bias(exact | leaves)
+        grads = torch.autograd.grad((biases * of_scores).sum(), list(leaves.values()), retain_graph=True)
+        bounds.update({name: grad.abs() for name, grad in zip(leaves, grads, strict=True)})
+    for name, bound in bounds.items():
+        floor = torch.finfo(dtype).tiny * 64
+        if name in leaves:  # of a sum of up to B N M H / 2 terms in float32
+            floor += 2.0**-24 * call.call.num_queries * float(expected[name].abs().sum() + 1)
+        is_finite = expected[name].isfinite()
+        assert torch.equal(found[name].isfinite().cpu(), is_finite), name
+        error = torch.where(is_finite, (found[name].cpu().double() - expected[name]).abs(), 0.0)
+        assert (error <= bound + floor).all(), name
+        if error.numel():
+            used[name] = max(used.get(name, 0.0), (error / (bound + floor)).max().item())

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from dilated_attention_pytorch.training import process_group, train
 from dilated_attention_pytorch.training.faults import cost_of_faults, read_faults
 from dilated_attention_pytorch.training.lease import Lease
-from dilated_attention_pytorch.training.process_identity import Launch, ProcessId, launch_record
+from dilated_attention_pytorch.training.process_identity import ProcessId, TorchrunLaunch, launch_record
 from support.forked import run_forked
 from support.processes import TESTS, end_whole, environment, run_whole, torchrun
 from training import failing_rank
@@ -104,15 +104,17 @@ def test_any_error_of_a_call_in_a_thread_is_raised_at_once_where_it_is_awaited()
 
 def test_a_launch_knows_the_runs_that_it_began_and_no_others() -> None:
     agent, other = ProcessId("node1", 7, "place", "100"), ProcessId("node2", 7, "elsewhere", "200")
-    record = launch_record([Launch("none", agent), Launch("none", agent), Launch("none", other)])
+    record = launch_record(
+        [TorchrunLaunch("none", agent), TorchrunLaunch("none", agent), TorchrunLaunch("none", other)]
+    )
     assert record == {"name": "none", "agents": [agent.to_dict(), other.to_dict()]}
-    assert Launch("none", agent).is_in(record)
-    assert Launch("none", other).is_in(record)
+    assert TorchrunLaunch("none", agent).is_in(record)
+    assert TorchrunLaunch("none", other).is_in(record)
     # Launches are called alike where nobody names them: the agent's process tells them apart.
     for started in ("101", ""):
-        assert not Launch("none", dataclasses.replace(agent, started=started)).is_in(record)
-    assert not Launch("run2", agent).is_in(record)
-    assert not Launch("none", agent).is_in(None)
+        assert not TorchrunLaunch("none", dataclasses.replace(agent, started=started)).is_in(record)
+    assert not TorchrunLaunch("run2", agent).is_in(record)
+    assert not TorchrunLaunch("none", agent).is_in(None)
     assert launch_record([None, None]) is None
 
 

@@ -38,7 +38,7 @@ _MAY_DIFFER = ("resume", "time_limit", "output")
 
 
 @dataclass(slots=True)
-class Outcome:
+class BenchOutcome:
     """Results of a run."""
 
     output: Path
@@ -67,7 +67,7 @@ class Outcome:
         write_json(self.output / RESULTS_NAME, self.to_dict())
 
 
-def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
+def run(settings: BenchSettings, console: Console, command: str) -> BenchOutcome:
     """Check the settings, time every case, print the tables, write the results and the page.
 
     Args:
@@ -86,7 +86,7 @@ def run(settings: BenchSettings, console: Console, command: str) -> Outcome:
         check_free_folder(output)
     check_case_memory(list(cases), device)
     set_threads(settings.threads)
-    outcome = Outcome(output, origin(command), settings)
+    outcome = BenchOutcome(output, origin(command), settings)
     if settings.resume:
         outcome.rows, outcome.seconds = rows_to_keep(output / RESULTS_NAME, outcome.machine, settings)
     else:
@@ -147,7 +147,7 @@ def rows_to_keep(file: Path, machine: Mapping[str, Any], settings: BenchSettings
 
 
 def _time_cases(
-    outcome: Outcome,
+    outcome: BenchOutcome,
     cases: Mapping[Case, Sequence[str]],
     contestants: Sequence[Contestant],
     clock: Clock,
@@ -191,7 +191,7 @@ def _time_cases(
                 series = []
 
 
-def _conclude(outcome: Outcome, console: Console) -> None:
+def _conclude(outcome: BenchOutcome, console: Console) -> None:
     print_absences(outcome.rows, console)
     if any(not row.is_hidden for row in outcome.rows):
         console.print("! the device waited for the host in such a call: its time is not that of the kernels alone")

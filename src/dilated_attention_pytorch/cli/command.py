@@ -29,7 +29,7 @@ from .generate import Generate
 from .heatmap import Heatmap
 from .info import Info
 from .plan import PlanCommand, defaults_of_plan
-from .profile import Profile
+from .profile import ProfileRun
 from .report import Report
 from .show import Show
 from .stopping import flags_in
@@ -58,7 +58,7 @@ COMMANDS: Mapping[str, type] = {
     "diagnose": Diagnose,
     "tokenizer": Tokenizer,
     "bench": Bench,
-    "profile": Profile,
+    "profile": ProfileRun,
     "tune": Tune,
     "plan": PlanCommand,
     "show": Show,

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.slides.finetune.settings import FinetuneSettings
 
 from .tile_bar import tile_bar
 
-_PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", "transformers")
+_PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", "sklearn", "transformers")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Finetune(FinetuneSettings):
         """
         require("fine-tuning", (*_PACKAGES, *(("peft",) if self.lora is not None else ())), "finetune")
         if self.engine == "ray":
-            require("--engine ray", ("pandas", "pyarrow", "ray"), "ray")
+            require("--engine ray", ("ray",), "ray")
         from dilated_attention_pytorch.training.process_group import num_processes
 
         if num_processes() > 1:

@@ -9,7 +9,7 @@ import tyro
 
 
 @dataclass(kw_only=True, slots=True)
-class Profile:
+class ProfileRun:
     """Profile training steps of a run with torch.profiler: a trace, and a table of the longest operators.
 
     The steps are those of a new model with the run's settings, on a batch of its data, in one process. The output

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .batch import heads_of, recomputed_layers, rows_of_batch
-from .parallel import Estimate, plan_parallel
+from .parallel import ParallelEstimate, plan_parallel
 
 _FLOAT32 = 4
 _TIMES_SENT = {"ddp": (0, 2), "zero1": (1, 1), "zero2": (1, 1), "fsdp": (3, 0), "zero3": (3, 0)}
@@ -75,7 +75,7 @@ def _split_weights(model: LongNetConfig, p: int) -> int:
     return (p - 1) * (3 * model.num_layers * block + 2 * rest)
 
 
-def _estimate_of(settings: TrainSettings, layer: int) -> Estimate:
+def _estimate_of(settings: TrainSettings, layer: int) -> ParallelEstimate:
     """Cost of sending the rows of a layer's attention, with the strategy and layout that the run would choose."""
     model, tensor = settings.model, settings.tensor_parallel
     all_kv_heads, head_dim = heads_of(model)
@@ -100,7 +100,7 @@ def _estimate_of(settings: TrainSettings, layer: int) -> Estimate:
 def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
     model, sent = settings.model, 0
     again = recomputed_layers(model) if is_training else []
-    of_pattern: dict[object, Estimate] = {}
+    of_pattern: dict[object, ParallelEstimate] = {}
     for layer in range(model.num_layers):
         pattern = model.pattern(layer)
         if pattern not in of_pattern:

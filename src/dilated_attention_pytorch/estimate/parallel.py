@@ -47,7 +47,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class ParallelEstimate:
     """Communication and computation of one strategy with one layout. Bytes, messages and operations are exact."""
 
     strategy: Strategy
@@ -94,7 +94,7 @@ class ParallelPlan:
     """Ranks along every axis of the mesh."""
     rows: int
     """Number of rows of the whole sequence."""
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[ParallelEstimate, ...]
 
     @property
     def strategy(self) -> Strategy:
@@ -224,7 +224,7 @@ def _possible(size: ShardedShape) -> list[Strategy]:
     return strategies
 
 
-def _estimate(size: ShardedShape, strategy: Strategy, layout: Layout, machine: Machine) -> Estimate:
+def _estimate(size: ShardedShape, strategy: Strategy, layout: Layout, machine: Machine) -> ParallelEstimate:
     if strategy == "heads":
         costs = _heads_costs(size, size.ranks[0], size.num_rows, layout)
         flops, remote = _heads_flops(size, size.ranks[0]), torch.zeros(())
@@ -246,7 +246,7 @@ def _estimate(size: ShardedShape, strategy: Strategy, layout: Layout, machine: M
             seconds += float(sending.max() + computing.max())
     num_ranks = math.prod(size.ranks)
     held = size.num_rows / num_ranks
-    return Estimate(
+    return ParallelEstimate(
         strategy,
         layout,
         tuple(costs.forward.tolist()),

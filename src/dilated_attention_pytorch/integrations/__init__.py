@@ -3,6 +3,7 @@
 from .multihead_replacement import MultiheadReplacement
 from .qkv_replacement import QkvReplacement
 from .replacement import LeftLayer, ReplacedLayer, ReplacementReport, replace_attention
+from .sparse_models import replace_sparse_attention
 from .torchscale import AdoptedDilatedAttention, adopt
 from .transformers import BoundedCache, extend_context, register, set_pattern
 
@@ -18,5 +19,6 @@ __all__ = [
     "extend_context",
     "register",
     "replace_attention",
+    "replace_sparse_attention",
     "set_pattern",
 ]

@@ -33,7 +33,7 @@ _WAITING_SECONDS = 60.0
 _ONE_AT_A_TIME = threading.Lock()
 
 
-class Choice(NamedTuple):
+class MeasuredChoice(NamedTuple):
     """The routine to use, and what was measured."""
 
     name: str
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
 def measured_choice(
     subject: str, routines: Mapping[str, Routine], *, operations: float, tolerance: float, threads: int
-) -> Choice:
+) -> MeasuredChoice:
     """The fastest of ``routines`` on this machine.
 
     A choice is kept in the cache folder for each subject, processor, PyTorch version and number of threads. Processes
@@ -84,13 +84,13 @@ def _file_of(subject: str, threads: int) -> Path | None:
     return None
 
 
-def _read(file: Path | None, routines: Mapping[str, Routine]) -> Choice | None:
+def _read(file: Path | None, routines: Mapping[str, Routine]) -> MeasuredChoice | None:
     """A kept choice among ``routines``; None if there is none, or it is damaged."""
     if file is None:
         return None
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        choice = Choice(kept["name"], {name: float(kept["rates"][name]) for name in routines})
+        choice = MeasuredChoice(kept["name"], {name: float(kept["rates"][name]) for name in routines})
         return choice if choice.name in routines and all(map(math.isfinite, choice.rates.values())) else None
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
@@ -109,7 +109,7 @@ def _locked(file: Path | None) -> Iterator[None]:
         yield
 
 
-def _measure(routines: Mapping[str, Routine], operations: float, tolerance: float) -> Choice:
+def _measure(routines: Mapping[str, Routine], operations: float, tolerance: float) -> MeasuredChoice:
     usual = next(iter(routines))
     expected = routines[usual]()
     # The first call of a routine is not timed: libraries prepare their kernels in it.
@@ -125,7 +125,7 @@ def _measure(routines: Mapping[str, Routine], operations: float, tolerance: floa
     # Other programs lengthen calls at random, so both must say so.
     is_faster = all(_ADVANTAGE * seconds[fastest] < seconds[usual] for seconds in (shortest, median))
     rates = {name: operations / shortest.get(name, math.inf) for name in routines}
-    return Choice(fastest if is_faster else usual, rates)
+    return MeasuredChoice(fastest if is_faster else usual, rates)
 
 
 def _seconds(call: Routine) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dilated_attention_pytorch.kernels.measured_choice import Choice, measured_choice
+from dilated_attention_pytorch.kernels.measured_choice import MeasuredChoice, measured_choice
 from dilated_attention_pytorch.ops.derivatives import needs_dispatcher
 
 VARIABLE = "DILATED_ATTENTION_LINEAR"
@@ -67,7 +67,7 @@ class Linear(nn.Linear):
 
 
 @functools.cache
-def linear_choice(threads: int) -> Choice:
+def linear_choice(threads: int) -> MeasuredChoice:
     """The route of large float32 products on this CPU with this number of threads: "linear" or "convolution".
 
     ``DILATED_ATTENTION_LINEAR`` names it; otherwise it is measured once, in half a second, and kept, see
@@ -78,7 +78,7 @@ def linear_choice(threads: int) -> Choice:
     """
     asked = os.environ.get(VARIABLE, "")
     if asked in ROUTES:
-        return Choice(asked, {})
+        return MeasuredChoice(asked, {})
     if asked:
         raise ValueError(f"{VARIABLE} must be linear or convolution, got {asked!r}; without it the faster one is used")
     rows, width = _FEWEST_ROWS, _MEASURED_WIDTH

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dilated_attention_pytorch.estimate.parallel import Estimate, Machine, ParallelPlan, plan_parallel
+from dilated_attention_pytorch.estimate.parallel import Machine, ParallelEstimate, ParallelPlan, plan_parallel
 from dilated_attention_pytorch.legacy import look_up
 
 from .attend import attend, attend_with_lse
@@ -23,11 +23,11 @@ from .traffic import Traffic, count_traffic
 
 __all__ = [
     "DistributedDilatedAttention",
-    "Estimate",
     "HeadParallelDilatedAttention",
     "HybridRingDilatedAttention",
     "Machine",
     "ParallelDilatedAttention",
+    "ParallelEstimate",
     "ParallelPlan",
     "RankFailure",
     "RankShare",

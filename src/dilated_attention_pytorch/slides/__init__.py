@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dilated_attention_pytorch.legacy import look_up
+
 from .checkpoint import load_slide_encoder
 from .contribution import gradient_times_input
 from .encoder import SlideEmbeddings, SlideEncoder, SlideEncoderConfig, pack_slides, released_segment_lengths
@@ -10,14 +12,14 @@ from .grid import tile_grid
 from .titan import TitanConfig, TitanEncoder, load_titan_encoder
 
 if TYPE_CHECKING:
-    from .embedding import Embedder, Outcome
+    from .embedding import Embedder, EmbedOutcome
     from .files import Slide, read_slide
     from .settings import EmbedSettings
 
 __all__ = [
+    "EmbedOutcome",
     "EmbedSettings",
     "Embedder",
-    "Outcome",
     "Slide",
     "SlideEmbeddings",
     "SlideEncoder",
@@ -37,7 +39,7 @@ __all__ = [
 _ON_FIRST_USE = {
     "EmbedSettings": "settings",
     "Embedder": "embedding",
-    "Outcome": "embedding",
+    "EmbedOutcome": "embedding",
     "Slide": "files",
     "read_slide": "files",
 }
@@ -45,5 +47,5 @@ _ON_FIRST_USE = {
 
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return look_up("slides", name)
     return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, require
@@ -20,10 +20,7 @@ from .files import Source, UnreadableFileError, find_slides
 from .patients import read_patients
 from .settings import EmbedSettings
 from .titan import TitanEncoder
-from .worker import Done, Worker
-
-if TYPE_CHECKING:
-    from .ray_engine import RayEngine
+from .worker import Done, Inputs, Worker
 
 _POLL_SECONDS = 1.0
 """Pause before looking again at slides that other commands are embedding."""
@@ -65,7 +62,7 @@ class TileProgress:
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class EmbedOutcome:
     """Result of a run."""
 
     kept: int = 0
@@ -100,7 +97,7 @@ class Embedder:
     def __init__(self, slides: Sequence[Path], checkpoint: Path, output: Path, settings: EmbedSettings) -> None:
         require("embedding slides", PACKAGES[settings.format], "slides")
         if settings.engine == "ray":
-            require("--engine ray", ("pandas", "pyarrow", "ray"), "ray")
+            require("--engine ray", ("ray",), "ray")
         else:
             choose_device(settings.device)
         self.settings = settings
@@ -130,7 +127,7 @@ class Embedder:
         say: Callable[[str], None] = lambda sentence: None,
         skip: Callable[[Path, str], None] = lambda path, reason: None,
         progress: Callable[[TileProgress], None] = lambda state: None,
-    ) -> Outcome:
+    ) -> EmbedOutcome:
         """Embed every slide or patient that has no embedding yet.
 
         Commands that run at the same time over one folder share the work: each input is claimed by one of them, and all
@@ -145,7 +142,7 @@ class Embedder:
             RunError: the output folder holds another embedding of the same name, or another command began it with other
                 settings; nothing was computed.
         """
-        outcome, begun = Outcome(), time.monotonic()
+        outcome, begun = EmbedOutcome(), time.monotonic()
 
         def fail(path: Path, reason: str) -> None:
             outcome.failed[path] = reason
@@ -173,6 +170,8 @@ class Embedder:
         counted = TileProgress({name: sum(map(num_tiles, paths)) for name, paths in left.items()}, progress)
 
         def done(result: Done) -> None:
+            if result.name not in left:  # several workers report what cannot be embedded
+                return
             if result.failed:
                 fail(Path(result.failed), result.reason)
             elif result.tiles:
@@ -184,10 +183,10 @@ class Embedder:
             counted.finish(result.name)
 
         try:
-            with self._engine(counted.tiles_of_input) as engine:
+            with self._engine(say, counted.compute) as work:
                 while left:
                     before_round = len(left)
-                    engine.work([*left.items()], done, say=say, computing=counted.compute)
+                    work([*left.items()], done)
                     if len(left) == before_round:
                         time.sleep(_POLL_SECONDS)
         finally:
@@ -197,12 +196,15 @@ class Embedder:
         return outcome
 
     @contextmanager
-    def _engine(self, tiles: Mapping[str, int]) -> Iterator[Worker | RayEngine]:
-        """What computes: this process, or a Ray cluster."""
+    def _engine(
+        self, say: Callable[[str], None], computing: Callable[[float], None]
+    ) -> Iterator[Callable[[Inputs, Callable[[Done], None]], None]]:
+        """What embeds inputs, and reports each: this process, or a Ray cluster."""
         if self.settings.engine == "local":
-            yield self.worker
+            yield partial(self.worker.work, say=say, computing=computing)
             return
-        from .ray_engine import RayEngine, cluster
+        from .ray_cluster import cluster
+        from .ray_embedding import embed_on_ray
 
         with cluster(self.settings.ray_address):
-            yield RayEngine(self._files, self.settings, self.encoder.config, tiles)
+            yield partial(embed_on_ray, *self._files, self.settings, self.worker, say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
@@ -21,7 +21,7 @@ from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.patterns.dilated import Tail
 
 from .grid import position_table, tile_grid
-from .rows import BatchRows, PackedRows
+from .rows import BatchRows, PackedSlides
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -180,7 +180,7 @@ class SlideEncoder(nn.Module):
         super().__init__()
         self.config = config
         with torch.device(torch.get_default_device() if device is None else device):
-            self.patch_embed = _PatchEmbedding(config)
+            self.patch_embed = nn.ModuleDict({"proj": nn.Linear(config.feature_dim, config.embed_dim)})
             self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
             self.encoder = _Layers(config)
             self.norm = nn.LayerNorm(config.embed_dim, eps=_OUTPUT_EPS)
@@ -215,6 +215,7 @@ class SlideEncoder(nn.Module):
         *,
         tile_size: int = 256,
         cu_seqlens: Tensor | None = None,
+        num_layers: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> SlideEmbeddings:
         """Embed slides.
@@ -229,12 +230,13 @@ class SlideEncoder(nn.Module):
             coordinates: ``[B, N, 2]`` of the tiles, in pixels; integers, or floats that :func:`tile_grid` rounds down.
             tile_size: edge length of a tile in the same pixels; 1 if the coordinates count tiles.
             cu_seqlens: int32 ``[S + 1]`` boundaries of packed slides along N, see :func:`pack_slides`.
+            num_layers: compute the first layers alone, 0 to L, as an encoder without the others does; None = all.
             mesh: the ranks that share the slides, a 1-D mesh; released weights (``tail="zero_padded"``) take at most
                 as many ranks as heads. ``features`` may lie on the CPU, or in a memory-mapped file: only this rank's
                 tiles are read and moved to the encoder's device.
 
         Returns:
-            the embeddings of the S slides; S = B without ``cu_seqlens``.
+            the embeddings of the S slides; S = B without ``cu_seqlens``. ``layers`` has ``num_layers + 1`` states.
 
         Raises:
             TypeError, ValueError: shapes or dtypes do not match, a slide has no tiles, or a tile is outside the grid.
@@ -242,6 +244,7 @@ class SlideEncoder(nn.Module):
             RankFailure: the ranks' calls differ, or a rank died or does not respond.
         """
         boundaries = self._check_call(features, coordinates, cu_seqlens)
+        check_layer("num_layers", num_layers, self.config.num_layers)
         grid = self.config.grid_of(coordinates, tile_size)
         token: Tensor = self.cls_token
         num_tokens = 1
@@ -257,7 +260,7 @@ class SlideEncoder(nn.Module):
             rows = RankRows(features.shape[0], rows.length, mesh)
             features, grid = (part[:, rows.tiles].to(token.device) for part in (features, grid))
             num_tokens = rows.num_tokens
-        x = self.patch_embed(features.to(token.dtype))
+        x = project(self.patch_embed["proj"], features.to(token.dtype))
         # Not kept in a buffer: after to_empty nothing would fill it again.
         positions = position_table(self.config.grid_size, self.config.embed_dim).to(token)
         # The first half of the width encodes the second coordinate.
@@ -269,8 +272,8 @@ class SlideEncoder(nn.Module):
         else:
             slides = x.split([stop - start for start, stop in pairwise(boundaries)], dim=1)
             x = torch.cat([part for slide in slides for part in (token, slide)], 1)
-            rows = PackedRows(tuple(end + slide for slide, end in enumerate(boundaries)))
-        states, last = self.encoder(x, rows)
+            rows = PackedSlides(tuple(end + slide for slide, end in enumerate(boundaries)))
+        states, last = self.encoder(x, rows, num_layers)
         return SlideEmbeddings(self.norm(last), self.norm(torch.stack(states, dim=1)))
 
     def tile_states(
@@ -294,8 +297,9 @@ class SlideEncoder(nn.Module):
         >>> encoder.tile_states(torch.randn(1, 100, 32), 256 * torch.arange(200).reshape(1, 100, 2)).shape
         torch.Size([1, 100, 48])
         """
-        with states_after(self, self.config.num_layers if layer is None else layer) as states:
-            self(features, coordinates, tile_size=tile_size, cu_seqlens=cu_seqlens)
+        layer = self.config.num_layers if layer is None else layer
+        with states_after(self, layer) as states:
+            self(features, coordinates, tile_size=tile_size, cu_seqlens=cu_seqlens, num_layers=max(1, layer))
         if cu_seqlens is None:
             return states[0][:, 1:]
         is_tile = torch.ones(states[0].shape[1], dtype=torch.bool, device=features.device)
@@ -333,12 +337,13 @@ class SlideEncoder(nn.Module):
 def states_after(encoder: SlideEncoder, layer: int) -> Iterator[list[Tensor]]:
     """A list to which each call of the encoder appends its rows ``[B, N, E]`` after ``layer``, class tokens included.
 
+    A call must compute this layer; before the first, the first one.
+
     Raises:
         ValueError: the encoder has no such layer.
     """
     layers, states = encoder.encoder.layers, list[Tensor]()
-    if not 0 <= layer <= len(layers):
-        raise ValueError(f"layer must be 0 to {len(layers)}, got {layer}")
+    check_layer("layer", layer, len(layers))
     hook = (
         layers[layer - 1].register_forward_hook(lambda module, inputs, output: states.append(output))
         if layer
@@ -346,6 +351,12 @@ def states_after(encoder: SlideEncoder, layer: int) -> Iterator[list[Tensor]]:
     )
     with hook:
         yield states
+
+
+def check_layer(name: str, layer: int | None, last: int) -> None:
+    """Raise :class:`ValueError` unless a number of layers is None or 0 to ``last``."""
+    if layer is not None and not 0 <= layer <= last:
+        raise ValueError(f"{name} must be 0 to {last}, the layers of the encoder, got {layer}")
 
 
 def pack_slides(slides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -368,16 +379,6 @@ def pack_slides(slides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Te
     return features, coordinates, lengths.cumsum(0, dtype=torch.int32)
 
 
-class _PatchEmbedding(nn.Module):
-    def __init__(self, config: SlideEncoderConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.feature_dim, config.embed_dim)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """``[B, N, C]`` to ``[B, N, E]``."""
-        return project(self.proj, features)
-
-
 class _Layers(nn.Module):
     """The layers and the LayerNorm after them, with pooling of every layer."""
 
@@ -393,12 +394,12 @@ class _Layers(nn.Module):
         self.is_recomputed = False
         """Whether layers are recomputed in the backward pass."""
 
-    def forward(self, x: Tensor, rows: BatchRows) -> tuple[list[Tensor], Tensor]:
+    def forward(self, x: Tensor, rows: BatchRows, num_layers: int | None) -> tuple[list[Tensor], Tensor]:
         """The pooled states ``[S, E]`` of ``x [B, N, E]`` and of every layer, and of the last layer after the norm."""
         pool = rows.class_tokens if self.pooling == "class" else rows.means
         x = functional.dropout(x, self.dropout, self.training)
         pooled = [pool(x)]
-        for layer in self.layers:
+        for layer in islice(self.layers, num_layers):
             if self.is_recomputed and torch.is_grad_enabled():
                 x = checkpoint(layer, x, rows, use_reentrant=False)
             else:

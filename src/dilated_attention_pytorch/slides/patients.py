@@ -2,73 +2,52 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-from dilated_attention_pytorch.errors import RunError, first_line, shortened
+from dilated_attention_pytorch.errors import RunError, shortened
 
-_COLUMNS, _SHOWN = ("slide", "patient"), 8
+from .table import read_rows
+
+_COLUMNS = ("slide", "patient")
 
 
 def read_patients(table: Path, slides: Mapping[str, Path]) -> dict[str, tuple[Path, ...]]:
-    """The files of each patient, in the order of a CSV file with the columns `slide` and `patient`.
+    """The files of each patient, in the order of a table with the columns `slide` and `patient`.
 
     Args:
-        table: UTF-8, with or without byte order mark; other columns are not read. A slide is named as in ``slides``.
+        table: see :func:`.table.read_rows`; other columns are not read. A slide is named as in ``slides``.
         slides: the files by slide.
 
     Raises:
         RunError: the table is not one, or it and the files are not of the same slides.
     """
-    found: dict[str, list[Path]] = {}
-    lines: dict[str, int] = {}
-    missing: list[str] = []
     try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, strict=True)
-            columns = rows.fieldnames or []
-            if any(columns.count(name) != 1 for name in _COLUMNS):
-                got = ", ".join(shortened(column, 40) for column in columns[:_SHOWN]) or "an empty file"
-                raise RunError(
-                    f"--patients {table}: expected one column slide and one column patient in the first line, got {got}"
-                )
-            for row in rows:
-                where = f"--patients {table}, line {rows.line_num}"
-                slide, patient = ((row[name] or "").strip() for name in _COLUMNS)
-                if not slide or not patient:
-                    raise RunError(
-                        f"{where}: expected a slide and its patient, got none; fill it in, or remove the line"
-                    )
-                _check_patient(patient, where)
-                if slide in lines:
-                    raise RunError(f"{where}: slide {slide} stands in line {lines[slide]} too; keep one of them")
-                lines[slide] = rows.line_num
-                if slide in slides:
-                    found.setdefault(patient, []).append(slides[slide])
-                else:
-                    missing.append(slide)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RunError(f"--patients {table} cannot be read as CSV in UTF-8 ({first_line(error)})") from error
+        rows = read_rows(table, _COLUMNS, filled=_COLUMNS, unique="slide")
+    except ValueError as error:
+        raise RunError(f"--patients {error}") from error
+    found: dict[str, list[Path]] = {}
+    missing = [row for row in rows if row.cells["slide"] not in slides]
     if missing:
+        first = shortened(missing[0].cells["slide"])
         raise RunError(
-            f"--patients {table}, line {lines[missing[0]]}: there is no file of slide {shortened(missing[0])} (in all, "
-            f"{len(missing):,} of {len(lines):,} slides have none); slides are named as their files, without the "
-            "ending: add the files, or remove the lines"
+            f"--patients {missing[0].where}: there is no file of slide {first} (in all, {len(missing):,} of "
+            f"{len(rows):,} slides have none); slides are named as their files, without the ending: add the files, or "
+            "remove the lines"
         )
-    unnamed = [name for name in slides if name not in lines]
+    for row in rows:
+        patient = row.cells["patient"]
+        if patient in (".", "..") or set(patient) & set("/\\"):
+            raise RunError(
+                f"--patients {row.where}: an embedding's file is named after its patient, and "
+                f"{shortened(repr(patient))} cannot be one; use letters, digits, - and _"
+            )
+        found.setdefault(patient, []).append(slides[row.cells["slide"]])
+    named = {row.cells["slide"] for row in rows}
+    unnamed = [slide for slide in slides if slide not in named]
     if unnamed:
         raise RunError(
             f"{slides[unnamed[0]]} belongs to no patient: --patients {table} has no line for slide {unnamed[0]} (in "
             f"all, for {len(unnamed):,} of {len(slides):,}); add the lines, or pass the files of the others alone"
         )
     return {patient: tuple(paths) for patient, paths in found.items()}
-
-
-def _check_patient(patient: str, where: str) -> None:
-    """Raise :class:`RunError` unless a file can be named after the patient."""
-    if patient in (".", "..") or not patient.isprintable() or set(patient) & set("/\\"):
-        raise RunError(
-            f"{where}: an embedding's file is named after its patient, and {shortened(repr(patient))} cannot be one; "
-            "use letters, digits, - and _"
-        )

@@ -41,7 +41,7 @@ class BatchRows:
         return factors.to(x.dtype)[:, None, None]
 
 
-class PackedRows(BatchRows):
+class PackedSlides(BatchRows):
     """All rows of packed slides: ``x [1, sum of the lengths, E]``, slide s from ``ends[s]`` to ``ends[s + 1]``."""
 
     def __init__(self, ends: tuple[int, ...]) -> None:

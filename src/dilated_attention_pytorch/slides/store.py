@@ -36,7 +36,7 @@ _OWN_NAMES = f"{SETTINGS_NAME}.*"
 _NOT_COMPARED = ("checkpoint",)
 
 
-class Result(NamedTuple):
+class SequenceResult(NamedTuple):
     """What is computed of one sequence, on the CPU."""
 
     embeddings: SlideEmbeddings
@@ -154,7 +154,7 @@ class Store:
             )
         return before is not None and before.versions == source.versions
 
-    def write(self, sequence: TileSequence, result: Result) -> None:
+    def write(self, sequence: TileSequence, result: SequenceResult) -> None:
         """Write the result of a sequence in place of an earlier one.
 
         Raises:
@@ -167,7 +167,9 @@ class Store:
             else:
                 _write_parquet(staged, {**recorded, "tiles": sequence.num_tiles}, result.embeddings)
 
-    def _write_h5(self, path: Path, sequence: TileSequence, result: Result, recorded: Mapping[str, Any]) -> None:
+    def _write_h5(
+        self, path: Path, sequence: TileSequence, result: SequenceResult, recorded: Mapping[str, Any]
+    ) -> None:
         import h5py
 
         buffer = io.BytesIO()  # where a disk is full, HDF5 raises a RuntimeError when it closes a file
@@ -193,7 +195,7 @@ class Store:
             file.attrs.update({**recorded, "tiles": sequence.num_tiles})
         path.write_bytes(buffer.getbuffer())
 
-    def write_geojson(self, sequence: TileSequence, result: Result) -> None:
+    def write_geojson(self, sequence: TileSequence, result: SequenceResult) -> None:
         """Write the attention to every tile, the mean over the heads of each layer, for QuPath (0.4 or later).
 
         Every slide whose pixels are those of level 0 gets a file. A tile is a square, with one measurement per layer.

@@ -26,7 +26,7 @@ from .files import Source, UnreadableFileError
 from .memory import TileLimits, measure_limits
 from .reading import TileSequence, read_sequence
 from .settings import EmbedSettings
-from .store import Result, Store
+from .store import SequenceResult, Store
 from .titan import WEIGHTS_NAME, TitanEncoder, load_titan_encoder
 
 BATCH_TILES = 16384
@@ -70,6 +70,15 @@ class Worker:
         self.made_with = settings.of_result(checkpoint, _digest(checkpoint))
         self.store.check(self.made_with)
 
+    def has(self, name: str, paths: Sequence[Path]) -> bool:
+        """Whether the folder has the embedding of an input.
+
+        Raises:
+            RunError: something else has its name, or a file is missing.
+        """
+        source = Source.of(name, paths)
+        return self.store.is_of(self.store.before(source), source)
+
     def read(self, name: str, paths: Sequence[Path]) -> TileSequence:
         """The tiles of an input; see :func:`read_sequence`."""
         return read_sequence(name, paths, self.encoder.config, self.settings)
@@ -81,7 +90,6 @@ class Worker:
         *,
         say: Callable[[str], None] = lambda sentence: None,
         computing: Callable[[float], None] = lambda tiles: None,
-        read: Callable[[str, Sequence[Path]], TileSequence] | None = None,
     ) -> None:
         """Embed what has no embedding yet, and what no other process is embedding.
 
@@ -91,7 +99,6 @@ class Worker:
                 process is embedding.
             say: called with a message on memory.
             computing: called with the tiles of the current batch that are computed.
-            read: called for the tiles of an input; None = :meth:`read`.
         """
 
         def finish(result: Done) -> None:
@@ -107,11 +114,10 @@ class Worker:
                 if not self.claims.take(name):
                     continue
                 try:
-                    source = Source.of(name, paths)
-                    if self.store.is_of(self.store.before(source), source):
+                    if self.has(name, paths):
                         finish(Done(name))
                         continue
-                    sequence = (read or self.read)(name, paths)
+                    sequence = self.read(name, paths)
                     self._check_size(sequence.num_tiles, self._limits(say))
                 except UnreadableFileError as error:
                     fail(name, error.path, str(error))
@@ -121,7 +127,8 @@ class Worker:
                     yield sequence
 
         for batch in self._batches(claimed()):
-            with _counting_layers(self.encoder, computing, sum(sequence.num_tiles for sequence in batch)):
+            tiles = sum(sequence.num_tiles for sequence in batch)
+            with _counting_layers(self.encoder, self._num_layers, computing, tiles):
                 for sequence, outcome in self._embed(batch):
                     name, path = sequence.source.name, sequence.slides[0].path
                     if isinstance(outcome, str):
@@ -182,7 +189,7 @@ class Worker:
                 f"its {tiles:,} tiles take about {in_bytes(needed)}, and {in_bytes(given)} are available; {from_where}"
             )
 
-    def _embed(self, batch: list[TileSequence]) -> Iterator[tuple[TileSequence, Result | str]]:
+    def _embed(self, batch: list[TileSequence]) -> Iterator[tuple[TileSequence, SequenceResult | str]]:
         """The result of each sequence, or why it has none."""
         try:
             computed = self._compute(batch)
@@ -209,7 +216,16 @@ class Worker:
         largest = max(float(slide.features.abs().max()) for slide in sequence.slides)
         return f"its features are too large (up to {largest:.3g}), extract them again"
 
-    def _compute(self, batch: list[TileSequence]) -> list[Result]:
+    @property
+    def _num_layers(self) -> int | None:
+        """The first layers, of which all that is written is computed; None = all layers."""
+        settings = self.settings
+        if settings.vector.layout == "own" or settings.maps or settings.rollout:
+            return None
+        assert settings.vector.layer is not None
+        return max(settings.vector.layer, settings.tiles or 1)
+
+    def _compute(self, batch: list[TileSequence]) -> list[SequenceResult]:
         """Results of the sequences of a batch, in float32 on the CPU."""
         settings, encoder = self.settings, self.encoder
         # The dtype can differ from file to file.
@@ -227,11 +243,13 @@ class Worker:
             states: list[Tensor] = []
             if settings.tiles is not None and isinstance(encoder, SlideEncoder):
                 states = stack.enter_context(states_after(encoder, settings.tiles))
+            stop_early = {} if self._num_layers is None else {"num_layers": self._num_layers}
             embeddings, layers = encoder(
                 features.to(self.device),
                 grid.to(self.device),
                 tile_size=1,
                 cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+                **stop_early,
             )
             rollout = attention_rollout(calls, pooled) if calls else None
         if settings.vector.layer is not None:
@@ -246,7 +264,7 @@ class Worker:
                 of_tiles["states"] = states[0][0, first + 1 : stop]
             of_tiles = {name: values.float().cpu().contiguous() for name, values in of_tiles.items()}
             vectors = SlideEmbeddings(embeddings[index].float().cpu(), layers[index].float().cpu())
-            results.append(Result(vectors, of_tiles))
+            results.append(SequenceResult(vectors, of_tiles))
         return results
 
 
@@ -267,15 +285,16 @@ def pooled_rows(rows: Sequence[tuple[int, int]], pooling: Pooling) -> Tensor:
 
 @contextmanager
 def _counting_layers(
-    encoder: SlideEncoder | TitanEncoder, computing: Callable[[float], None], tiles: int
+    encoder: SlideEncoder | TitanEncoder, num_layers: int | None, computing: Callable[[float], None], tiles: int
 ) -> Iterator[None]:
-    """Count the tiles of a batch by the layers that are computed."""
-    layers = encoder.encoder.layers if isinstance(encoder, SlideEncoder) else encoder.blocks.modules_list
+    """Count the tiles of a batch by the layers that are computed, the first ``num_layers``."""
+    layers = encoder.encoder.layers if isinstance(encoder, SlideEncoder) else encoder.blocks["modules_list"]
+    computed = list(layers.children())[:num_layers]
 
     def count(index: int) -> Callable[..., None]:
-        return lambda *_: computing(tiles * (index + 1) / len(layers))
+        return lambda *_: computing(tiles * (index + 1) / len(computed))
 
-    hooks = [layer.register_forward_hook(count(index)) for index, layer in enumerate(layers)]
+    hooks = [layer.register_forward_hook(count(index)) for index, layer in enumerate(computed)]
     try:
         yield
     finally:

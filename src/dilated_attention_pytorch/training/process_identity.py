@@ -74,7 +74,7 @@ def _started(pid: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TorchrunLaunch:
     """The launch of this process: a torchrun invocation, which may restart it."""
 
     name: str
@@ -90,13 +90,13 @@ class Launch:
         return isinstance(agents, list) and self.agent.to_dict() in agents
 
 
-def launch() -> Launch | None:
+def launch() -> TorchrunLaunch | None:
     """The launch of this process if torchrun started it, else None."""
     name = os.environ.get(LAUNCH)
-    return None if name is None else Launch(name, mark_of(os.getppid()))
+    return None if name is None else TorchrunLaunch(name, mark_of(os.getppid()))
 
 
-def launch_record(launches: Iterable[Launch | None]) -> dict[str, Any] | None:
+def launch_record(launches: Iterable[TorchrunLaunch | None]) -> dict[str, Any] | None:
     """The record of the launches of a run's processes."""
     known = [entry for entry in launches if entry is not None]
     if not known:

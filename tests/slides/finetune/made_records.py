@@ -6,7 +6,7 @@ import torch
 
 from dilated_attention_pytorch.slides.finetune.labels import Task
 from dilated_attention_pytorch.slides.finetune.metrics import metrics
-from dilated_attention_pytorch.slides.finetune.page import Record, RunRecord
+from dilated_attention_pytorch.slides.finetune.page import FinetuneRecord, RunRecord
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "binary": ("normal", "tumour"),
@@ -17,7 +17,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 }
 
 
-def made_record(kind: str, *, folds: int = 3, seeds: int = 1, cases: int = 40) -> Record:
+def made_record(kind: str, *, folds: int = 3, seeds: int = 1, cases: int = 40) -> FinetuneRecord:
     """A record of a task, or of a classification in two classes; maps are there for every other case."""
     task: Task = "classification" if kind == "binary" else kind  # type: ignore[assignment]
     classes = CLASSES[kind]
@@ -46,4 +46,6 @@ def made_record(kind: str, *, folds: int = 3, seeds: int = 1, cases: int = 40) -
             ]
             maps = {name: f"maps/{name}.png" for name in names[::2]}
             runs.append(RunRecord(fold, seed, epochs, 4, names, patients, scores, targets, maps))
-    return Record(task, classes, {"checkpoint": "slide_encoder.pth", "epochs": 6, "learning_rate": 2.5e-4}, runs)
+    return FinetuneRecord(
+        task, classes, {"checkpoint": "slide_encoder.pth", "epochs": 6, "learning_rate": 2.5e-4}, runs
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention_pytorch.slides.finetune.labels import Case, Labels, read_labels
+from dilated_attention_pytorch.slides.finetune.labels import LabelledCase, Labels, read_labels
 
 SURVIVAL = {"task": "survival"}
 PATIENTS = {"by_patient": True}
@@ -29,14 +29,14 @@ def is_same(one: Labels, other: Labels) -> bool:
 def test_a_slide_a_line_is_a_case_and_patients_and_splits_are_optional(tmp_path: Path) -> None:
     labels = read(tmp_path, "slide,label\ns2,tumour\ns1,normal\n")
     assert labels.task == "classification"
-    assert labels.cases == (Case("s2", "s2", ("s2",), None), Case("s1", "s1", ("s1",), None))
+    assert labels.cases == (LabelledCase("s2", "s2", ("s2",), None), LabelledCase("s1", "s1", ("s1",), None))
     assert (labels.classes, labels.targets.tolist(), labels.targets.dtype) == (
         ("normal", "tumour"),
         [1, 0],
         torch.int64,
     )
     labels = read(tmp_path, "split,patient,slide,x,label\ntrain,p,s2,,b\ntest,q,s1,,a\n")
-    assert labels.cases == (Case("s2", "p", ("s2",), "train"), Case("s1", "q", ("s1",), "test"))
+    assert labels.cases == (LabelledCase("s2", "p", ("s2",), "train"), LabelledCase("s1", "q", ("s1",), "test"))
 
 
 def test_classes_that_are_numbers_are_in_numerical_order(tmp_path: Path) -> None:
@@ -57,13 +57,13 @@ def test_numbers_are_read_for_the_other_tasks(tmp_path: Path) -> None:
 
 def test_the_slides_of_a_patient_are_one_case_by_patient(tmp_path: Path) -> None:
     labels = read(tmp_path, "slide,patient,label\ns3,p,a\ns1,q,b\ns2,p,a\n", by_patient=True)
-    assert labels.cases == (Case("p", "p", ("s3", "s2"), None), Case("q", "q", ("s1",), None))
+    assert labels.cases == (LabelledCase("p", "p", ("s3", "s2"), None), LabelledCase("q", "q", ("s1",), None))
     assert labels.targets.tolist() == [0, 1]
 
 
 WRONG: list[tuple[str | bytes, dict[str, Any], str]] = [
     ("", {}, r"labels.csv is empty; its first line must name the columns, 'slide' among them"),
-    ("slide,label\n\n", {}, r"holds a header and no cases"),
+    ("slide,label\n\n", {}, r"holds a header and no slides"),
     ("s1,a\ns2,b\n", {}, r"has no column 'slide'; its first line, read with commas between the names, has 's1', 'a'"),
     ("slide;label\ns1;a\n", {}, r"has 'slide;label': name the column that is meant, or rename it"),
     ("slide,label\na,b\n", {"label_columns": ("grade",)}, r"has no column 'grade'"),

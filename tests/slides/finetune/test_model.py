@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.slides import SlideEncoder, gradient_times_input, load_slide_encoder
 from dilated_attention_pytorch.slides.finetune.cases import CaseFiles
-from dilated_attention_pytorch.slides.finetune.labels import Case, Labels, Task
+from dilated_attention_pytorch.slides.finetune.labels import LabelledCase, Labels, Task
 from dilated_attention_pytorch.slides.finetune.model import (
     SlideModel,
     add_adapters,
@@ -63,6 +63,18 @@ def test_learning_rates_and_weight_decay_are_those_of_gigapath() -> None:
         assert found[id(parameter)] == (0.5 ** (3 - depth), 0.05 if parameter.dim() > 1 else 0.0), name
 
 
+def test_layers_above_the_last_one_read_keep_their_weights() -> None:
+    model, (features, grid) = model_of((1, 0)).train(), tiles(30, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    groups = parameter_groups(model, learning_rate=1e-2, weight_decay=0.5, layer_decay=0.5)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    model(features, grid).sum().backward()
+    optimizer.step()
+    is_same = {name: torch.equal(value, before[name]) for name, value in model.state_dict().items()}
+    assert not is_same["slide_encoder.encoder.layers.0.ffn.fc1.weight"]
+    assert all(same for name, same in is_same.items() if name.startswith("slide_encoder.encoder.layers.1."))
+
+
 def test_the_partial_likelihood_of_the_cox_model_equals_its_sum() -> None:
     torch.manual_seed(0)
     scores = torch.randn(11, 1, dtype=torch.float64)
@@ -105,7 +117,7 @@ def test_a_regression_is_trained_on_standardised_targets() -> None:
 
 @pytest.mark.parametrize("task", ["survival", "classification"])
 def test_a_step_that_computes_cases_again_has_the_gradients_of_all_at_once(task: Task, cohort: Cohort) -> None:
-    cases = tuple(Case(f"c{i}", f"c{i}", (f"slide{i}", f"slide{i + 3}"), None) for i in range(3))
+    cases = tuple(LabelledCase(f"c{i}", f"c{i}", (f"slide{i}", f"slide{i + 3}"), None) for i in range(3))
     targets = {
         "survival": torch.tensor([[3.0, 1.0], [1.0, 1.0], [2.0, 0.0]]),
         "classification": torch.tensor([0, 1, 1]),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilated_attention_pytorch.slides.finetune.metrics import confusion_matrix, metrics, with_intervals
-from dilated_attention_pytorch.slides.finetune.page import Record, RunRecord, results, write_page
+from dilated_attention_pytorch.slides.finetune.metrics import metrics, with_intervals
+from dilated_attention_pytorch.slides.finetune.page import FinetuneRecord, RunRecord, results, write_page
 from slides.finetune.made_records import CLASSES, made_record
 from support.browser import Browser
 
@@ -35,7 +35,7 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
     ]
 
 
-def written(folder: Path, record: Record, resamples: int = 20) -> str:
+def written(folder: Path, record: FinetuneRecord, resamples: int = 20) -> str:
     return write_page(folder, record, results(record, resamples=resamples)).read_text()
 
 
@@ -80,10 +80,10 @@ def test_the_page_shows_the_metrics_the_worst_cases_and_the_settings(kind: str, 
     assert "<b>0" not in page
 
 
-def one_run(task: str, classes: tuple[str, ...], scores: list[list[float]], targets: torch.Tensor) -> Record:
+def one_run(task: str, classes: tuple[str, ...], scores: list[list[float]], targets: torch.Tensor) -> FinetuneRecord:
     names = [f"case {index}" for index in range(len(scores))]
     run = RunRecord(1, 0, [{"epoch": 1, "loss": 1.0}], 1, names, names, torch.tensor(scores), targets)
-    return Record(task, classes, {}, [run])  # type: ignore[arg-type]
+    return FinetuneRecord(task, classes, {}, [run])  # type: ignore[arg-type]
 
 
 def test_the_worst_case_is_the_one_that_is_wrong_and_sure_of_it(tmp_path: Path) -> None:
@@ -149,8 +149,13 @@ def test_a_browser_shows_every_chart_within_its_section(
     assert "undefined" not in browser.evaluate("document.body.innerText")
     if CHARTS[kind][0] == "confusion":
         texts = browser.evaluate("document.getElementById('chart-confusion').data[0].text")
-        counts = confusion_matrix(*(torch.cat([getattr(r, n) for r in record.runs]) for n in ("scores", "targets")))
-        assert [[int(text.partition("<")[0]) for text in row] for row in texts] == counts.tolist()
+        pairs = [
+            (int(target), int(score.argmax()))
+            for r in record.runs
+            for score, target in zip(r.scores, r.targets, strict=True)
+        ]
+        counts = [[pairs.count((row, column)) for column in range(len(texts))] for row in range(len(texts))]
+        assert [[int(text.partition("<")[0]) for text in row] for row in texts] == counts
         assert sum(int(text.partition(">")[2].rstrip("%")) for text in texts[0]) in range(98, 103)
     elif kind == "survival":
         curves = browser.evaluate("document.getElementById('chart-survival').data.map(line => line.y)")

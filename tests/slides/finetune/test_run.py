@@ -262,8 +262,8 @@ def test_a_damaged_checkpoint_is_not_taken(cohort: Cohort, tmp_path: Path) -> No
     cohort.tuner(tmp_path / "alone").run()
     output = tmp_path / "damaged"
     assert run_forked(cohort, output, killing(trainer, "write_manifest", 2)) == -signal.SIGKILL
-    (checkpoint,) = (output / "fold1-seed0").glob("checkpoint-*")
-    (checkpoint / "optimizer.pt").write_bytes(b"damaged")
+    finished, _unfinished = sorted((output / "fold1-seed0").glob("checkpoint-*"))
+    (finished / "optimizer.pt").write_bytes(b"damaged")
     cohort.tuner(output).run()
     assert results_of(output) == results_of(tmp_path / "alone")
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_sentence(
     said = refusal(cohort, tmp_path / "out", epochs=1)
     assert "the checkpoint of step 1 cannot be written" in said
     assert "(unexpected pos 64 vs 0); make room on the disk" in said
-    assert not [*(tmp_path / "out" / "fold1-seed0").glob(".unfinished*")]
+    assert not [*(tmp_path / "out" / "fold1-seed0").glob("checkpoint-*")]
 
 
 def no_space(self: trainer.FinetuneTrainer, folder: str) -> None:
@@ -316,6 +316,48 @@ def test_a_frozen_encoder_is_that_of_embed_and_only_the_classifier_is_trained(co
     weights = load_file(tmp_path / "tiles" / "fold1-seed0" / "model.safetensors")
     assert set(weights) == {"classifier.0.weight", "classifier.0.bias"}
     assert load_file(tmp_path / "tiles" / "vectors.safetensors")["vectors"].shape == (SLIDES, 64)
+
+
+def test_a_frozen_encoder_reads_every_slide_once_and_broken_ones_are_named_or_left_out(
+    cohort: Cohort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, output = Cohort(tmp_path / "own", cohort.weights), tmp_path / "out"
+    shutil.copytree(cohort.folder, own.folder)
+    (own.features / "slide5.h5").write_bytes(b"cut")
+    read: list[str] = []
+    original = cases.read_sequence
+    monkeypatch.setattr(cases, "read_sequence", lambda name, *rest: read.append(name) or original(name, *rest))
+    said = refusal(own, output, freeze=True)
+    assert "1 of 12 cases cannot be read, the first: slide slide5" in said
+    assert not (output / "finetune.json").exists()
+    names = [f"slide{index}" for index in range(SLIDES)]
+    assert read == names
+    # Killed when it has written some vectors, and before it knows of the broken slide.
+    changes = {"freeze": True, "skip_missing": True, "epochs": 2}
+
+    def disturb() -> None:
+        vectors._SAVE_SECONDS = -1.0
+        killing(vectors, "write_tensors", 5)()
+
+    assert run_forked(own, output, disturb, **changes) == -signal.SIGKILL
+    assert load_file(output / "vectors.safetensors")["vectors"].shape == (4, 64)
+    read.clear()
+    own.tuner(output, **changes).run()
+    assert read == names[4:]
+    assert json.loads((output / "finetune.json").read_text())["left_out"] == ["slide5"]
+    tuner = own.tuner(output, **changes)
+    assert tuner.left_out == ["slide5"]
+    assert tuner.run().runs == 0
+    assert read == names[4:]
+    own.tuner(tmp_path / "alone", **changes).run()
+    assert results_of(output) == results_of(tmp_path / "alone")
+    of_earlier = load_file(output / "vectors.safetensors")["vectors"]  # an earlier version wrote no names
+    shutil.rmtree(output / "fold1-seed0")
+    results.write_tensors(output / "vectors.safetensors", {"vectors": of_earlier})
+    read.clear()
+    own.tuner(output, **changes).run()
+    assert read == []
+    assert predictions(output / "fold1-seed0") == predictions(tmp_path / "alone" / "fold1-seed0")
 
 
 @pytest.mark.slow
@@ -397,6 +439,10 @@ def test_wrong_inputs_are_sentences(cohort: Cohort, finished: Path, tmp_path: Pa
     assert "7 folds need as many patients, got 6" in refusal(cohort, output, folds=7)
     with pytest.raises(RunError, match="--checkpoint must name the weights"):
         Finetuner([cohort.features], cohort.labels, None, output, small_settings())
+    with pytest.raises(
+        RunError, match=r"is a folder, TITAN's, and fine-tuning trains GigaPath's encoder: pass .*--freeze"
+    ):
+        Finetuner([cohort.features], cohort.labels, tmp_path, output, small_settings())
     with pytest.raises(RunError, match="does not exist"):
         Finetuner([tmp_path / "none"], cohort.labels, cohort.weights, output, small_settings())
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention_pytorch.slides.finetune.labels import Case, Labels, Task
-from dilated_attention_pytorch.slides.finetune.splits import Split, make_splits
+from dilated_attention_pytorch.slides.finetune.labels import LabelledCase, Labels, Task
+from dilated_attention_pytorch.slides.finetune.splits import CaseSplit, make_splits
 
 TASKS: list[Task] = ["classification", "multilabel", "regression", "survival"]
 
@@ -22,7 +22,7 @@ def made_labels(task: Task, patients: int, seed: int, *, slides: int = 3) -> Lab
     cases, owners = [], []
     for patient in range(patients):
         for slide in range(draw.randint(1, slides)):
-            cases.append(Case(f"s{patient}-{slide}", f"p{patient}", (f"s{patient}-{slide}",), None))
+            cases.append(LabelledCase(f"s{patient}-{slide}", f"p{patient}", (f"s{patient}-{slide}",), None))
             owners.append(patient)
     targets = {
         "classification": torch.arange(patients) % 7 % 3,
@@ -38,7 +38,7 @@ def patients_of(labels: Labels, part: tuple[int, ...]) -> set[str]:
     return {labels.cases[index].patient for index in part}
 
 
-def in_words(labels: Labels, splits: list[Split]) -> list[list[list[str]]]:
+def in_words(labels: Labels, splits: list[CaseSplit]) -> list[list[list[str]]]:
     return [
         [sorted(labels.cases[index].name for index in part) for part in (split.train, split.validation, split.test)]
         for split in splits
@@ -78,7 +78,7 @@ def test_every_part_has_its_share_of_each_class(folds: int) -> None:
 
 def test_a_patient_belongs_to_the_rarest_stratum_of_its_cases() -> None:
     """Ten of 40 patients have one slide of the rare class beside two of the common one."""
-    cases = tuple(Case(f"s{n}", f"p{n // 3}", (f"s{n}",), None) for n in range(120))
+    cases = tuple(LabelledCase(f"s{n}", f"p{n // 3}", (f"s{n}",), None) for n in range(120))
     targets = torch.tensor([int(n % 12 == 0) for n in range(120)])
     for split in make_splits(
         Labels("classification", cases, targets, ("a", "b")), folds=5, validation=0, test=0.2, seed=1
@@ -88,7 +88,7 @@ def test_a_patient_belongs_to_the_rarest_stratum_of_its_cases() -> None:
 
 def test_values_and_events_are_spread_over_the_folds() -> None:
     values = torch.arange(50.0)[:, None]
-    cases = tuple(Case(f"s{n}", f"p{n}", (f"s{n}",), None) for n in range(50))
+    cases = tuple(LabelledCase(f"s{n}", f"p{n}", (f"s{n}",), None) for n in range(50))
     for split in make_splits(Labels("regression", cases, values, ("x",)), folds=5, validation=0, test=0.2, seed=0):
         assert Counter((values[list(split.test), 0] // 10).tolist()) == dict.fromkeys(range(5), 2)
     events = torch.stack([values[:, 0], (values[:, 0] < 10).float()], 1)
@@ -99,7 +99,7 @@ def test_values_and_events_are_spread_over_the_folds() -> None:
 def test_the_rarest_label_is_spread_over_the_folds() -> None:
     number = torch.arange(50)
     targets = torch.stack([number % 2 == 0, number % 5 == 0, number % 3 > 0], 1).float()
-    cases = tuple(Case(f"s{n}", f"p{n}", (f"s{n}",), None) for n in range(50))
+    cases = tuple(LabelledCase(f"s{n}", f"p{n}", (f"s{n}",), None) for n in range(50))
     labels = Labels("multilabel", cases, targets, ("a", "b", "c"))
     for seed in range(3):
         for split in make_splits(labels, folds=5, validation=0, test=0.2, seed=seed):
@@ -122,7 +122,7 @@ def test_the_splits_of_the_file_win() -> None:
     parts = ["train"] * 6 + ["validation"] * 3 + ["test"] * 3
     given = replace(labels, cases=tuple(replace(c, split=part) for c, part in zip(labels.cases, parts, strict=True)))
     (split,) = make_splits(given, folds=5, validation=0.5, test=0.5, seed=0)
-    assert split == Split((0, 1, 2, 3, 4, 5), (6, 7, 8), (9, 10, 11))
+    assert split == CaseSplit((0, 1, 2, 3, 4, 5), (6, 7, 8), (9, 10, 11))
     parts[6:9] = ["train"] * 3
     given = replace(labels, cases=tuple(replace(c, split=part) for c, part in zip(labels.cases, parts, strict=True)))
     (split,) = make_splits(given, folds=1, validation=0.25, test=0.5, seed=0)
@@ -130,7 +130,7 @@ def test_the_splits_of_the_file_win() -> None:
 
 
 def of_classes(classes: list[int], **changes: Any) -> Labels:
-    cases = tuple(Case(f"s{n}", f"p{n}", (f"s{n}",), None) for n in range(len(classes)))
+    cases = tuple(LabelledCase(f"s{n}", f"p{n}", (f"s{n}",), None) for n in range(len(classes)))
     names = tuple(f"class {n}" for n in range(max(classes) + 1))
     return replace(Labels("classification", cases, torch.tensor(classes), names), **changes)
 
@@ -160,6 +160,8 @@ def test_what_cannot_be_split_is_refused() -> None:
 
 
 def test_a_patient_on_two_sides_is_refused() -> None:
-    cases = tuple(Case(f"s{n}", "p", (f"s{n}",), part) for n, part in enumerate(["train", "train", "test", "test"]))
+    cases = tuple(
+        LabelledCase(f"s{n}", "p", (f"s{n}",), part) for n, part in enumerate(["train", "train", "test", "test"])
+    )
     with pytest.raises(ValueError, match="patient 'p' is in two of training, validation and test"):
         make_splits(of_classes([0, 1, 0, 1], cases=cases), folds=1, validation=0, test=0.2, seed=0)

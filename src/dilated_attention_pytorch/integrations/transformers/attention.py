@@ -20,7 +20,7 @@ from .cached import attend_cached
 from .config import check_no_window, layer_pattern
 from .distances import is_without_bias
 from .documents import is_causal_seal, is_seal, is_unread, unseal
-from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended
+from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended, note_own
 from .visibility import Visibility, both, visibility_of
 
 _PASSED_BY = frozenset(
@@ -202,6 +202,7 @@ def _attend(
     boundaries: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence to itself, under the pattern of the layer and the rule of its mask."""
+    note_own(module)
     bounded = cache_of(key)
     num_columns = key.shape[2] if rule is None else rule.num_columns
     if key.shape[2] < num_columns and bounded is None:
@@ -228,9 +229,9 @@ def _attend(
             )
         return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout, scores)
     if bounded is not None:
-        _check_is_stored(scores, value.shape[3] == key.shape[3])
         cache, cached_layer = bounded
-        return cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
+        options = (mask, scaling, dropout, scores)
+        return cache.attend(cached_layer, query, key, value, pattern, *options, is_causal=is_causal)
     if not is_causal and query.shape[1] != num_columns:
         raise NotImplementedError(
             f"attention that is not causal is of a sequence to itself, got {query.shape[1]} queries and {num_columns} "
@@ -319,14 +320,6 @@ def _scores(
     if softcap is None and sinks is None and position_bias is None:
         return None
     return Scores(softcap=softcap, sinks=sinks, distance_bias=position_bias)
-
-
-def _check_is_stored(scores: Scores | None, is_of_one_width: bool) -> None:
-    if scores is not None or not is_of_one_width:
-        raise NotImplementedError(
-            "a BoundedCache holds keys and values of one width for scores without caps, biases and sinks: use the "
-            "model's own cache"
-        )
 
 
 def _plain_attention(

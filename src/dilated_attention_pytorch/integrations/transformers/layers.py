@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _PROOF = "_attended_under_pattern"
 """Attribute of a layer: False once found, True once it attended under the pattern. Of a model: True once checked."""
 
+_OWN = "_attended_to_its_own_sequence"
+"""Attribute of a layer, and of a model once checked: whether any attention was under a pattern."""
+
 _WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models to check at their first call; a call of ``model.forward`` itself reaches no hook."""
 
@@ -35,8 +38,31 @@ _BY_SDPA = "_is_causal_as_by_sdpa"
 _OF_ANOTHER = "_keys_are_of_another"
 """Attribute of a layer that may attend to another sequence: whether its present call does."""
 
-_SOURCES = frozenset({"key_value_states", "encoder_hidden_states", "key"})
+_SOURCES = frozenset({"context", "encoder_hidden_states", "key", "key_value_states"})
 """Arguments with the sequence of the keys: None, or that of the queries, for a layer's own sequence."""
+
+_OTHER_FORMS = (
+    "Autoformer",
+    "BlockSparse",
+    "Canine",
+    "Deformable",
+    "FunnelRel",
+    "GlobalLocal",
+    "GroundingDino",
+    "IBert",
+    "LEDEncoder",
+    "LSHSelf",
+    "LocalSelf",
+    "Longformer",
+    "Mra",
+    "Ngram",
+    "Nystromformer",
+    "ProbSparse",
+    "Reformer",
+    "Rwkv",
+    "XLNet",
+)
+"""In names of classes whose attention is no softmax over all pairs of a sequence, times values."""
 
 _OF_ATTENTION = ("scaled_dot_product_attention", "_flash_attention_forward", "multi_head_attention_forward")
 """Functions that only attention calls."""
@@ -72,11 +98,11 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_atten
             _check_is_of_one_sequence(model, name, module)
             layers.append((name, module, config))
         if not is_layer and not is_apart and _computes_attention(kind):
-            if issubclass(kind, nn.MultiheadAttention):
+            if issubclass(kind, nn.MultiheadAttention) or any(form in kind.__name__ for form in _OTHER_FORMS):
                 raise NotImplementedError(
                     f"{type(model).__name__} does not use transformers' attention interface, through which a layer "
-                    f'gets its pattern, in every layer: {kind.__name__} ("{name}") is PyTorch\'s own. Replace it by '
-                    'replace_attention, or use "sdpa" or "eager" for this model, without a pattern'
+                    f'gets its pattern, in every layer: {kind.__name__} ("{name}") computes attention itself. Use '
+                    '"sdpa" or "eager" for this model, without a pattern'
                 )
             written.append((name, module, config))
         _check_reads_no_mask(model, name, module)
@@ -163,6 +189,12 @@ def note_attended(module: nn.Module) -> None:
     setattr(module, _PROOF, True)
 
 
+@constant_of_graph
+def note_own(module: nn.Module) -> None:
+    """Record that a layer attended to its own sequence, under its pattern."""
+    setattr(module, _OWN, True)
+
+
 def is_causal_without_mask(layer: nn.Module) -> bool:
     """Whether a layer without a mask is causal, by the rule of transformers' "sdpa".
 
@@ -196,6 +228,7 @@ def watch(model: PreTrainedModel) -> None:
     if _PROOF not in vars(model):
         setattr(model, _PROOF, False)
         model.register_forward_pre_hook(_before_call)
+        model.register_forward_hook(_after_call)
 
 
 def _before_call(model: PreTrainedModel, args: Any) -> None:
@@ -206,6 +239,19 @@ def _before_call(model: PreTrainedModel, args: Any) -> None:
     else:
         # torch.compile runs the hooks of its outermost module outside the graph, and compiles what they call.
         _look_through_uncompiled(model)
+
+
+def _after_call(model: PreTrainedModel, args: Any, output: Any) -> None:
+    """Raise if all attention of a model's first call was to other sequences, which is dense."""
+    if torch.compiler.is_compiling() or model.config._attn_implementation != NAME or getattr(model, _OWN, False):
+        return
+    layers = [module for module in model.modules() if vars(module).get(_PROOF) and module not in _WATCHED]
+    if layers and not any(getattr(layer, _OWN, False) for layer in layers):
+        raise NotImplementedError(
+            f"{type(model).__name__} attends to other sequences alone, as {type(layers[0]).__name__} does, and a "
+            'pattern is of one sequence: use "sdpa" for this model'
+        )
+    setattr(model, _OWN, bool(layers))
 
 
 # Called at trace time by torch.compile, which reads nothing of what it changes: a graph that breaks is traced again.

@@ -14,7 +14,18 @@ from .documents import UNWRITTEN, is_unread, seal, seal_single
 MaskFunction = Callable[..., Any]
 
 _READ_BY_THE_MODEL = frozenset(
-    {"lasr_encoder", "mpt", "mvp", "siglip2_vision_model", "table-transformer", "trocr", "xglm"}
+    {
+        "clvp_decoder",
+        "clvp_encoder",
+        "groupvit_text_model",
+        "lasr_encoder",
+        "mpt",
+        "mvp",
+        "siglip2_vision_model",
+        "table-transformer",
+        "trocr",
+        "xglm",
+    }
 )
 """Types of models whose code reads the shape or the values of the mask: theirs is one of every pair, of N M numbers."""
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | None]) -> PreTrainedModel:
     """Set the attention pattern of a model; pattern and implementation are stored in its configuration.
 
-    Includes ``model.set_attn_implementation("dilated")``, and checks every layer of the model, since one that computes
-    attention itself would attend to everything.
+    Includes ``model.set_attn_implementation("dilated")``, and checks every layer of the model. A layer that computes
+    attention itself gets a forward in which its scores are read from its operations and computed under the pattern.
 
     Args:
         model: a transformers model; for a multimodal model, the pattern of the text part is set.
@@ -33,8 +33,8 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
         TypeError: an entry is not a pattern.
         ValueError: a layer would have both a pattern and a window, or neither; the number of patterns differs from
             the number of layers.
-        NotImplementedError: the model, or a layer that is named, does not use transformers' attention interface, or
-            the text part is ambiguous.
+        NotImplementedError: the model, or a layer that is named, has no attention of queries, keys and values that a
+            pattern can be given to, or the text part is ambiguous.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch import DilatedPattern

@@ -29,9 +29,10 @@ def register() -> None:
     loaded with ``attn_implementation="dilated"``, or after ``model.set_attn_implementation("dilated")``. The
     pattern is set by :func:`set_pattern` or ``config.dilated_attention``; a layer without one raises. Idempotent.
 
-    Unsupported features raise ``NotImplementedError`` or ``ValueError`` by name:
-    soft-capped scores, position biases, attention sinks, 4-D masks, custom mask functions, blocks of tokens with
-    bidirectional attention, paged caches, returned attention weights.
+    Soft-capped scores, sinks and biases by distance are the model's own, see :class:`Scores`. Masks of four dimensions
+    are honoured where they are padding, documents, a causal sequence, a prefix or a window. Unsupported features raise
+    ``NotImplementedError`` or ``ValueError`` by name: other masks, other biases, keys chosen by content, paged caches,
+    returned attention weights.
 
     Raises:
         ImportError: transformers is not installed, or cannot be imported.

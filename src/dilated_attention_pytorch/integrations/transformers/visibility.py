@@ -72,15 +72,16 @@ def both(one: Visibility | None, other: Visibility | None, user: str) -> Visibil
     """What two masks of one call let a query see; None for no mask.
 
     Raises:
-        NotImplementedError: both have more to say than that a sequence is causal.
+        NotImplementedError: both have documents or padding, or both a window, or one a prefix that the other cuts.
     """
     if one is None or other is None:
         return other if one is None else one
-    for plain, rule in ((one, other), (other, one)):
-        if plain[1:] == (None, True, False, None, None) and rule.prefix is None:
-            return rule._replace(is_causal=True)
-        if plain[1:] == (None, False, False, None, None):
-            return rule
+    for rule, added in ((one, other), (other, one)):
+        cuts_prefix = rule.prefix is not None and (added.is_causal or added.window is not None)
+        has_windows = rule.window is not None and added.window is not None
+        if added.documents is None and added.prefix is None and not cuts_prefix and not has_windows:
+            is_causal = rule.is_causal or added.is_causal
+            return rule._replace(is_causal=is_causal, window=rule.window or added.window)
     raise NotImplementedError(
         f'{user} has two masks for every pair of tokens, which are not honoured together: use "sdpa" or "eager" for '
         "this model"
@@ -88,12 +89,13 @@ def both(one: Visibility | None, other: Visibility | None, user: str) -> Visibil
 
 
 def _recognised(mask: Tensor, num_queries: int, user: str) -> Visibility:
-    if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
+    by_head = _visible(mask, user)
+    visible = by_head[:, 0]
+    if mask.shape[1] > 1 and not bool((by_head == by_head[:, :1]).all()):
         raise NotImplementedError(
             f"{user} came with a mask that differs between heads, and residues of a pattern are all that may: put who "
             "sees whom into the pattern"
         )
-    visible = _visible(mask[:, 0], user)
     num_columns = visible.shape[2]
     unwritten = _unwritten(visible) if num_queries < num_columns else 0
     visible = visible[:, :, : num_columns - unwritten]

@@ -148,9 +148,12 @@ class _Lazy:
     reshape = view
 
     def copy(self) -> Any:
-        again = object.__new__(type(self))
-        vars(again).update(vars(self))
-        return again
+        return object.__new__(type(self)).become(self)
+
+    def become(self, other: _Lazy) -> Any:
+        """Take what an operation in place gives."""
+        vars(self).update(vars(other))
+        return self
 
 
 class _Scores(_Lazy):
@@ -176,11 +179,13 @@ class _Scores(_Lazy):
 
     def with_mask(self, mask: Tensor) -> _Scores:
         again = self.copy()
-        again.masks = (*self.masks, mask)
+        again.masks = (*self.masks, mask[None, None] if mask.dim() == 2 else mask)
         return again
 
     def with_bias(self, bias: Tensor) -> _Scores:
         """The scores with ``bias [H or B * H, 1, M]`` added."""
+        if bias.dim() == 3 and bias.shape[1:] == self.shape[-2:] and not bool(bias.any()):
+            return self
         if self.bias is not None or bias.dim() != 3 or bias.shape[1] != 1:
             raise self.site.refuse("adds a bias of its own to its scores")
         again = self.copy()
@@ -206,14 +211,24 @@ class _Scores(_Lazy):
         return self.plus(other)
 
     __rmul__, __imul__, __itruediv__, __radd__, __iadd__ = __mul__, __mul__, __truediv__, __add__, __add__
-    mul, div, add, mul_, div_, add_ = __mul__, __truediv__, __add__, __mul__, __truediv__, __add__
+    mul, div, add = __mul__, __truediv__, __add__
+
+    def mul_(self, factor: Any) -> _Scores:
+        return self.become(self * factor)
+
+    def div_(self, factor: Any) -> _Scores:
+        return self.become(self / factor)
+
+    def add_(self, other: Any) -> _Scores:
+        return self.become(self + other)
+
+    def masked_fill_(self, mask: Tensor, value: Any) -> _Scores:
+        return self.become(self.masked_fill(mask, value))
 
     def masked_fill(self, mask: Tensor, value: Any) -> _Scores:
         """Scores that are hidden where the mask is True; one of ours has its own values."""
         self._check_hides(value)
         return self.with_mask(mask if is_seal(mask) else ~mask)
-
-    masked_fill_ = masked_fill
 
     def softmax(self, dim: int | None = None, dtype: torch.dtype | None = None, **_: Any) -> _Weights:
         if dim not in (-1, len(self.shape) - 1):
@@ -247,6 +262,9 @@ class _Scores(_Lazy):
 
     def _on_div(self, scores: Any, factor: Any, **kwargs: Any) -> _Scores:
         return self / factor
+
+    def _on_expand_as(self, mask: Tensor, scores: Any) -> Tensor:
+        return mask.expand(self.shape)
 
     def _on_masked_fill(self, scores: Any, mask: Tensor, value: Any) -> _Scores:
         return self.masked_fill(mask, value)

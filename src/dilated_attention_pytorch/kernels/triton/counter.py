@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-class Dropout(NamedTuple):
+class DropoutArguments(NamedTuple):
     """What determines which pairs are kept, and the factor of those."""
 
     seed: tl.tensor
@@ -18,10 +18,10 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def dropout_of(GIVEN, DROPOUT: tl.constexpr):
-    """The :class:`Dropout` of a kernel that got a pointer to the seed, the threshold, and the factor."""
+    """The :class:`DropoutArguments` of a kernel that got a pointer to the seed, the threshold, and the factor."""
     SEED, threshold, keep_scale = GIVEN
     seed = tl.load(SEED) if DROPOUT else 0
-    return Dropout(seed, threshold, keep_scale)
+    return DropoutArguments(seed, threshold, keep_scale)
 
 
 @triton.jit

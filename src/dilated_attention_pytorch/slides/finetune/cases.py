@@ -18,7 +18,7 @@ from dilated_attention_pytorch.slides.reading import TileSequence, read_sequence
 from dilated_attention_pytorch.slides.settings import EmbedSettings
 from dilated_attention_pytorch.slides.store import SETTINGS_NAME
 
-from .labels import Case, Labels
+from .labels import LabelledCase, Labels
 
 
 class CaseFiles:
@@ -34,7 +34,7 @@ class CaseFiles:
         self.paths, self.config, self.settings = paths, config, settings
         self._tiles: dict[str, int] = {}
 
-    def read(self, case: Case) -> TileSequence:
+    def read(self, case: LabelledCase) -> TileSequence:
         """Read the slides of a case as one sequence, each tile at its place on its own slide.
 
         Raises:
@@ -45,26 +45,20 @@ class CaseFiles:
         except UnreadableFileError as error:
             raise RunError(f"slide {error.path.stem} ({error.path}): {error}") from error
 
-    def num_tiles(self, case: Case) -> int:
+    def num_tiles(self, case: LabelledCase) -> int:
         """Tiles of a case, from the heads of its files; 0 for a file that cannot be read."""
         if case.name not in self._tiles:
             self._tiles[case.name] = sum(num_tiles(self.paths[name]) for name in case.slides)
         return self._tiles[case.name]
 
 
-class CaseEmbeddings:
-    """Files that `embed` wrote, of the slides of cases."""
+def embedding_of(case: LabelledCase, paths: Mapping[str, Path]) -> Tensor:
+    """Vectors of all layers ``[L + 1, E]``, the mean over the slides of the case, from files that `embed` wrote.
 
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self.paths = paths
-
-    def read(self, case: Case) -> Tensor:
-        """Vectors of all layers ``[L + 1, E]``, the mean over the slides of the case.
-
-        Raises:
-            RunError: a file is not one that `embed` wrote.
-        """
-        return torch.stack([_layers(self.paths[name]) for name in case.slides]).mean(dim=0)
+    Raises:
+        RunError: a file is not one that `embed` wrote.
+    """
+    return torch.stack([_layers(paths[name]) for name in case.slides]).mean(dim=0)
 
 
 def are_embeddings(paths: Mapping[str, Path]) -> bool:

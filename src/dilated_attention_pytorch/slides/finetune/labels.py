@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.errors import first_line, shortened
+from dilated_attention_pytorch.errors import shortened
+from dilated_attention_pytorch.slides.table import Row, read_rows
 
 Task = Literal["classification", "multilabel", "regression", "survival"]
 Part = Literal["train", "validation", "test"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _MISSING = ("", "nan", "na", "n/a", "#n/a", "null")
-_SHOWN_COLUMNS = 20
 
 
 @dataclass(frozen=True)
-class Case:
+class LabelledCase:
     """What gets one prediction: a slide, or the slides of a patient."""
 
     name: str
@@ -46,7 +44,7 @@ class Labels:
     """
 
     task: Task
-    cases: tuple[Case, ...]
+    cases: tuple[LabelledCase, ...]
     targets: Tensor
     classes: tuple[str, ...]
     """Names of the classes, or of the label columns."""
@@ -60,14 +58,6 @@ class Labels:
     def outputs(self) -> tuple[str, ...]:
         """Names of the scores."""
         return ("risk",) if self.task == "survival" else self.classes
-
-
-class _Row(NamedTuple):
-    """One line of the file."""
-
-    where: str
-    """The file and line, for messages."""
-    cells: Mapping[str, str]
 
 
 def read_labels(
@@ -112,7 +102,8 @@ def read_labels(
             f"slides, labels, patients and splits must each have a column of their own, got {slide_column!r}, "
             f"{list(columns)}, {patient_column!r} and {split_column!r}"
         )
-    rows = _read_rows(path, needed, tuple(optional))
+    is_text = (slide_column, patient_column, split_column)
+    rows = read_rows(path, needed, tuple(optional), filled=is_text, unique=slide_column)
     if task is None:
         task = _guess_task(path, rows, columns)
     if task == "classification":
@@ -126,83 +117,11 @@ def read_labels(
     return Labels(task, tuple(cases), targets, classes)
 
 
-def _read_rows(path: Path, needed: Sequence[str], optional: Sequence[str]) -> list[_Row]:
-    """The columns of the file that are used, by name; empty lines are left out."""
-    reader = csv.reader(
-        io.StringIO(_read_text(path), newline=""), "excel-tab" if _is_tsv(path) else "excel", strict=True
-    )
-    rows = []
-    try:
-        header = [name.strip() for name in next((cells for cells in reader if any(cells)), ())]
-        for name in needed:
-            if name not in header:
-                raise ValueError(_no_column(path, name, header))
-        used = {name: header.index(name) for name in (*needed, *optional) if name in header}
-        for name in used:
-            if header.count(name) > 1:
-                raise ValueError(f"{path} has {header.count(name)} columns {name!r}; rename all but one")
-        for cells in reader:
-            where = f"{path}, line {reader.line_num}"
-            if not any(cell.strip() for cell in cells):
-                continue
-            if len(cells) != len(header):
-                raise ValueError(
-                    f"{where} has {len(cells)} cells, the header {len(header)}; put a cell that contains "
-                    f"{'a tab' if _is_tsv(path) else 'a comma'} between double quotes"
-                )
-            found = {name: cells[index].strip() for name, index in used.items()}
-            for name, text in found.items():
-                if not text.isprintable():
-                    raise ValueError(f"{where}: {name} {shortened(text)!r} has an unprintable character; remove it")
-            rows.append(_Row(where, found))
-    except csv.Error as error:
-        raise ValueError(
-            f"{path}, line {reader.line_num} is not a line of a CSV file ({first_line(error)}); a cell with double "
-            "quotes in it stands between double quotes, with each of its own doubled"
-        ) from error
-    if not rows:
-        raise ValueError(f"{path} holds a header and no cases; write one slide a line below it")
-    return rows
-
-
-def _is_tsv(path: Path) -> bool:
-    return path.suffix.lower() in (".tsv", ".tab")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        if not path.is_file():
-            what = "is a folder or a device" if path.exists() else "does not exist"
-            raise ValueError(f"the file of labels {path} {what}; pass a CSV or TSV file")
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); pass a CSV or TSV file of labels") from error
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path}, line {line} is not UTF-8; save the file as CSV in UTF-8 (in Excel: CSV UTF-8)"
-        ) from error
-
-
-def _no_column(path: Path, name: str, header: Sequence[str]) -> str:
-    if not header:
-        return f"{path} is empty; its first line must name the columns, {name!r} among them"
-    shown = ", ".join(repr(shortened(found)) for found in header[:_SHOWN_COLUMNS])
-    more = f" and {len(header) - _SHOWN_COLUMNS} more" if len(header) > _SHOWN_COLUMNS else ""
-    separator = "tabs" if _is_tsv(path) else "commas"
-    return (
-        f"{path} has no column {name!r}; its first line, read with {separator} between the names, has {shown}{more}: "
-        "name the column that is meant, or rename it in the file"
-    )
-
-
 def _is_number(text: str) -> bool:
     return _NUMBER.fullmatch(text) is not None
 
 
-def _guess_task(path: Path, rows: Sequence[_Row], columns: Sequence[str]) -> Task:
+def _guess_task(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> Task:
     if len(columns) > 1:
         return "multilabel"
     texts = {row.cells[columns[0]] for row in rows}
@@ -214,7 +133,7 @@ def _guess_task(path: Path, rows: Sequence[_Row], columns: Sequence[str]) -> Tas
     return "classification"
 
 
-def _read_classes(path: Path, rows: Sequence[_Row], columns: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
+def _read_classes(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
     """Class indices ``[N]`` and the classes' names."""
     if len(columns) > 1:
         raise ValueError(
@@ -238,14 +157,14 @@ def _read_classes(path: Path, rows: Sequence[_Row], columns: Sequence[str]) -> t
     return torch.tensor([index[row.cells[column]] for row in rows]), classes
 
 
-def _given(row: _Row, column: str) -> str:
+def _given(row: Row, column: str) -> str:
     text = row.cells[column]
     if text.casefold() in _MISSING:
         raise ValueError(f"{row.where} has no {column} (got {text!r}); fill it in, or remove the line")
     return text
 
 
-def _read_numbers(rows: Sequence[_Row], columns: Sequence[str], task: Task) -> Tensor:
+def _read_numbers(rows: Sequence[Row], columns: Sequence[str], task: Task) -> Tensor:
     """The columns as float32 ``[N, K]``."""
     is_binary = {name: task == "multilabel" or (task == "survival" and name == columns[1]) for name in columns}
     values = []
@@ -265,17 +184,12 @@ def _read_numbers(rows: Sequence[_Row], columns: Sequence[str], task: Task) -> T
     return torch.tensor(values, dtype=torch.float32).view(len(rows), len(columns))
 
 
-def _read_cases(rows: Sequence[_Row], slide_column: str, patient_column: str, split_column: str) -> list[Case]:
+def _read_cases(rows: Sequence[Row], slide_column: str, patient_column: str, split_column: str) -> list[LabelledCase]:
     """One case a slide."""
-    cases, slides, splits = [], dict[str, str](), dict[str, tuple[str, str]]()
+    cases, splits = [], dict[str, tuple[str, str]]()
     for row in rows:
-        for column in (slide_column, patient_column, split_column):
-            if row.cells.get(column) == "":
-                raise ValueError(f"{row.where} has an empty {column}; fill it in, or remove the line")
         slide, split = row.cells[slide_column], row.cells.get(split_column)
         patient = row.cells.get(patient_column, slide)
-        if slides.setdefault(slide, row.where) != row.where:
-            raise ValueError(f"{row.where}: slide {slide!r} also stands in {slides[slide]}; remove one of the lines")
         if split is not None:
             if split not in get_args(Part):
                 raise ValueError(f"{row.where}: {split_column} must be {', '.join(get_args(Part))}, got {split!r}")
@@ -285,13 +199,15 @@ def _read_cases(rows: Sequence[_Row], slide_column: str, patient_column: str, sp
                     f"{row.where}: patient {patient!r} is in {split}, and in {before} by {where}; a model would be "
                     "tested on a patient it has seen: put all slides of a patient into one part"
                 )
-        cases.append(Case(slide, patient, (slide,), split))
+        cases.append(LabelledCase(slide, patient, (slide,), split))
     return cases
 
 
-def _merge_patients(rows: Sequence[_Row], cases: Sequence[Case], targets: Tensor) -> tuple[list[Case], Tensor]:
+def _merge_patients(
+    rows: Sequence[Row], cases: Sequence[LabelledCase], targets: Tensor
+) -> tuple[list[LabelledCase], Tensor]:
     """One case a patient, in the order of their first slides."""
-    merged: dict[str, Case] = {}
+    merged: dict[str, LabelledCase] = {}
     first: dict[str, int] = {}
     for index, (row, case) in enumerate(zip(rows, cases, strict=True)):
         at = first.setdefault(case.patient, index)

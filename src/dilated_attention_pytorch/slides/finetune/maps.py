@@ -52,10 +52,9 @@ def write_maps(
             of_tiles = {"contribution": torch.stack([gradient_times_input(score, features) for score in scores])}
             with torch.no_grad(), autocast(inputs.precision, inputs.device.type), attention_calls() as calls:
                 model(features, grid)
-                used = calls[: max(model.layers)]
-                if used:
+                if calls:
                     pooled = pooled_rows([(0, len(features) + 1)], inputs.files.config.pooling)
-                    of_tiles["rollout"] = attention_rollout(used, pooled)[0, 0, 1:]
+                    of_tiles["rollout"] = attention_rollout(calls, pooled)[0, 0, 1:]
             lengths = [len(slide.features) for slide in tiles.slides]
             parts = {name: values.float().cpu().split(lengths, dim=-1) for name, values in of_tiles.items()}
             for index, (path, slide) in enumerate(zip(paths, tiles.slides, strict=True)):

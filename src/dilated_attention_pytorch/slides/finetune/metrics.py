@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from sklearn.metrics import (
+    average_precision_score,
+    cohen_kappa_score,
+    mean_absolute_error,
+    precision_recall_fscore_support,
+    r2_score,
+    roc_auc_score,
+)
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
 
 from .labels import Task
 
@@ -19,10 +28,8 @@ BEST: Mapping[Task, str] = {
     "survival": "c_index",
 }
 """The validation metric by which the best epoch is chosen. Greater is better."""
-
-
-_BATCH = 100
-"""Resamples that are computed together."""
+RESAMPLES = 500
+"""Of a bootstrap; for 500 cases of five classes, 500 calls of scikit-learn's functions take about 7 seconds."""
 
 
 class Interval(NamedTuple):
@@ -64,8 +71,7 @@ def metrics(task: Task, scores: Tensor, targets: Tensor) -> dict[str, float]:
         )
     if not scores.isfinite().all():
         raise ValueError("scores must be finite, got NaN or infinity: the training has diverged")
-    values = _METRICS[task](scores.double(), targets, torch.ones(1, len(scores), dtype=torch.float64))
-    return {name: value.item() for name, value in values.items()}
+    return _values(task, scores.double(), targets, [torch.arange(len(scores))])[0]
 
 
 def with_intervals(
@@ -74,7 +80,7 @@ def with_intervals(
     targets: Tensor,
     patients: Sequence[str],
     *,
-    resamples: int = 1000,
+    resamples: int = RESAMPLES,
     seed: int,
     level: float = 0.95,
 ) -> dict[str, Interval]:
@@ -94,17 +100,18 @@ def with_intervals(
     Raises:
         ValueError: see :func:`metrics`.
     """
-    values = metrics(task, scores, targets)
-    number = {patient: index for index, patient in enumerate(dict.fromkeys(patients))}
-    owners = torch.tensor([number[patient] for patient in patients])
-    drawn = torch.randint(len(number), (resamples, len(number)), generator=torch.Generator().manual_seed(seed))
-    of_patients = torch.zeros(drawn.shape, dtype=torch.float64)
-    of_patients.scatter_add_(1, drawn, torch.ones_like(of_patients))
-    batches = [_METRICS[task](scores.double(), targets, batch[:, owners]) for batch in of_patients.split(_BATCH)]
+    of_all = metrics(task, scores, targets)
+    cases: dict[str, list[int]] = {}
+    for case, patient in enumerate(patients):
+        cases.setdefault(patient, []).append(case)
+    of_patient = [torch.tensor(own) for own in cases.values()]
+    drawn = torch.randint(len(cases), (resamples, len(cases)), generator=torch.Generator().manual_seed(seed))
+    sets = [torch.cat([of_patient[index] for index in row]) for row in drawn.tolist()]
+    found = _values(task, scores.double(), targets, sets)
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     intervals = {}
-    for name, value in values.items():
-        resampled = torch.cat([batch[name] for batch in batches])
+    for name, value in of_all.items():
+        resampled = torch.tensor([of_set[name] for of_set in found], dtype=torch.float64)
         low, high = resampled.nanquantile(ends).tolist()
         intervals[name] = Interval(value, low, high, int(resampled.isnan().sum()))
     return intervals
@@ -124,26 +131,8 @@ def why_undefined(task: Task, targets: Tensor, classes: Sequence[str]) -> str | 
     return f"All cases have the same value of {constant[0]}, so some metrics are not defined." if constant else None
 
 
-def roc_curve(score: Tensor, is_positive: Tensor) -> tuple[Tensor, Tensor]:
-    """Rates of false and of true positives ``[T + 1]``, from (0, 0) to (1, 1), at the T distinct scores."""
-    once = torch.ones(1, len(score), dtype=torch.float64)
-    true, false = (rates[0] / rates[0, -1] for rates in _positives(score, is_positive, once))
-    return false, true
-
-
-def c_index(risk: Tensor, targets: Tensor) -> float:
-    r"""Harrell's index of concordance of risks ``[N]`` with times and events ``[N, 2]``.
-
-    .. math:: \frac{\sum_{(i,j)} 1[r_i > r_j] + \tfrac12 1[r_i = r_j]}{\sum_{(i,j)} 1}
-
-    over the pairs in which i has an event before time j, or at the time at which j is censored. Source: Harrell, Lee
-    and Mark (1996), Statistics in Medicine 15, 361-387.
-    """
-    return metrics("survival", risk[:, None], targets)["c_index"]
-
-
 def discordance(risk: Tensor, targets: Tensor) -> Tensor:
-    """The share of each case's pairs ``[N]`` that :func:`c_index` counts as wrong; NaN for a case without pairs."""
+    """The share of each case's pairs ``[N]`` that the C-index counts as wrong; NaN for a case without pairs."""
     comparable, right = _pairs(risk, targets)
     wrong = comparable - right
     return (wrong.sum(0) + wrong.sum(1)) / (comparable.sum(0) + comparable.sum(1))
@@ -166,13 +155,6 @@ def kaplan_meier(targets: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([start, times]), torch.cat([start + 1, (1 - events / left).cumprod(0)])
 
 
-def confusion_matrix(scores: Tensor, targets: Tensor) -> Tensor:
-    """Counts ``[K, K]`` of target (row) and of the class with the largest score (column)."""
-    number = scores.shape[1]
-    pairs = targets * number + scores.argmax(1)
-    return pairs.bincount(minlength=number**2).view(number, number)
-
-
 def log_odds(scores: Tensor) -> Tensor:
     """Logarithms of the odds of each class by its logits, both ``[N, K]``; unlike probabilities they never saturate."""
     others = ~torch.eye(scores.shape[1], dtype=torch.bool)
@@ -188,105 +170,67 @@ def _pairs(risk: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return comparable.double(), right.where(comparable, 0)
 
 
-# The functions below compute metrics [R] for R resamples, whose weights [R, N] are how often each case was drawn.
+def _values(task: Task, scores: Tensor, targets: Tensor, sets: Sequence[Tensor]) -> list[dict[str, float]]:
+    r"""The metrics of each set of cases, which lists a case as often as it was drawn.
+
+    The C-index of Harrell is the share of right pairs,
+
+    .. math:: \frac{\sum_{(i,j)} 1[r_i > r_j] + \tfrac12 1[r_i = r_j]}{\sum_{(i,j)} 1}
+
+    over the pairs in which i has an event before time j, or at the time at which j is censored. Source: Harrell, Lee
+    and Mark (1996), Statistics in Medicine 15, 361-387.
+    """
+    if task == "survival":
+        comparable, right = _pairs(scores[:, 0], targets)
+        drawn = torch.stack([cases.bincount(minlength=len(scores)) for cases in sets]).double()
+        shares = (drawn @ right * drawn).sum(1) / (drawn @ comparable * drawn).sum(1)
+        return [{"c_index": share} for share in shares.tolist()]
+    values_of = {"classification": _of_classes, "multilabel": _of_labels, "regression": _of_columns}[task]
+    found = (values_of(scores[cases], targets[cases]) for cases in sets)
+    return [{name: float(value) for name, value in of_set.items()} for of_set in found]
 
 
-def _positives(score: Tensor, is_positive: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """True and false positives ``[R, T + 1]``: none, then the cases that reach each of the T distinct scores."""
-    score, order = score.sort(descending=True)
-    is_last = torch.cat([score[1:] != score[:-1], torch.ones(1, dtype=torch.bool)])
-    drawn = weights[:, order]
-    both = torch.stack([drawn * is_positive[order], drawn * ~is_positive[order]])
-    true, false = pad(both.cumsum(2)[:, :, is_last], (1, 0))
-    return true, false
-
-
-def _auroc(score: Tensor, is_positive: Tensor, weights: Tensor) -> Tensor:
-    """NaN without a positive or a negative case."""
-    true, false = _positives(score, is_positive, weights)
-    return torch.trapezoid(true, false) / (true[:, -1] * false[:, -1])
-
-
-def _average_precision(score: Tensor, is_positive: Tensor, weights: Tensor) -> Tensor:
-    """The sum over scores of the precision times the step of the recall; NaN without a positive case."""
-    true, false = _positives(score, is_positive, weights)
-    precision = true / (true + false).clamp(min=1)
-    return (true.diff() * precision[:, 1:]).sum(1) / true[:, -1]
-
-
-def _of_classes(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    number = scores.shape[1]
-    cells = one_hot(targets * number + scores.argmax(1), number**2).double()
-    confusion = (weights @ cells).unflatten(1, (number, number))
-    hits, actual, called = confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)
-    f1 = 2 * hits / (actual + called)  # NaN for a class that no case has or gets
-    grade = torch.arange(number)
-    distance = grade[:, None] - grade
+def _of_classes(scores: Tensor, targets: Tensor) -> dict[str, float]:
+    number, target, called = scores.shape[1], targets.numpy(), scores.argmax(1).numpy()
+    present = np.unique(target)
+    names = ["auroc", "average_precision", "accuracy", "balanced_accuracy", "f1", "kappa", "quadratic_kappa"]
+    names.remove("quadratic_kappa" if number == 2 else "average_precision")
+    found = dict.fromkeys(names, math.nan) | {"accuracy": (target == called).mean()}
+    if len(present) < 2:
+        return found
     odds = log_odds(scores)
-    positive = range(1 if number == 2 else 0, number)
-    found = {"auroc": _mean([_auroc(odds[:, k], targets == k, weights) for k in positive])}
     if number == 2:
-        found["average_precision"] = _average_precision(odds[:, 1], targets == 1, weights)
-    found["accuracy"] = hits.sum(1) / actual.sum(1)
-    found["balanced_accuracy"] = (hits / actual).nanmean(1)
-    found["f1"] = f1[:, 1] if number == 2 else f1.nanmean(1)
-    found["kappa"] = _kappa(confusion, distance != 0)
-    if number > 2:
-        found["quadratic_kappa"] = _kappa(confusion, distance**2)
-    has_two = (actual > 0).sum(1) > 1
-    return {name: value if name == "accuracy" else value.where(has_two, math.nan) for name, value in found.items()}
+        found |= _of_labels(odds[:, 1:], targets[:, None])
+    else:
+        if len(present) == number:
+            found["auroc"] = roc_auc_score(target[:, None] == present, odds)
+        found["quadratic_kappa"] = cohen_kappa_score(target, called, labels=range(number), weights="quadratic")
+    # NaN for a class that no case has, or that no case has or gets.
+    _, recall, f1, _ = precision_recall_fscore_support(target, called, labels=range(number), zero_division=math.nan)
+    found["balanced_accuracy"] = np.nanmean(recall)
+    found["f1"] = f1[1] if number == 2 else np.nanmean(f1)
+    found["kappa"] = cohen_kappa_score(target, called)
+    return found
 
 
-def _kappa(confusion: Tensor, weight: Tensor) -> Tensor:
-    """Cohen's kappa: 1 - weighted disagreement / the same expected of independent ratings."""
-    actual, called = confusion.sum(2), confusion.sum(1)
-    chance = actual[:, :, None] * called[:, None, :] / actual.sum(1)[:, None, None]
-    return 1 - (weight * confusion).sum((1, 2)) / (weight * chance).sum((1, 2))
-
-
-def _of_labels(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    columns = list(zip(scores.unbind(1), (targets > 0).unbind(1), strict=True))
+def _of_labels(scores: Tensor, targets: Tensor) -> dict[str, float]:
+    score, is_positive = scores.numpy(), targets.numpy() > 0
+    has_positive, has_negative = is_positive.any(0).all(), (~is_positive).any(0).all()
     return {
-        "auroc": _mean([_auroc(*column, weights) for column in columns]),
-        "average_precision": _mean([_average_precision(*column, weights) for column in columns]),
+        "auroc": roc_auc_score(is_positive, score) if has_positive and has_negative else math.nan,
+        "average_precision": average_precision_score(is_positive, score) if has_positive else math.nan,
     }
 
 
-def _of_values(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    found = [_of_value(*column, weights) for column in zip(scores.unbind(1), targets.double().unbind(1), strict=True)]
-    return {name: _mean([of_column[name] for of_column in found]) for name in found[0]}
+def _of_columns(scores: Tensor, targets: Tensor) -> dict[str, float]:
+    columns = [_of_column(*column) for column in zip(scores.T.numpy(), targets.double().T.numpy(), strict=True)]
+    return {name: statistics.fmean(column[name] for column in columns) for name in columns[0]}
 
 
-def _of_value(score: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    total = weights.sum(1)
-
-    def centred(values: Tensor) -> Tensor:
-        varies = values.where(weights > 0, -math.inf).amax(1) > values.where(weights > 0, math.inf).amin(1)
-        return (values - (weights @ values / total)[:, None]).where(varies[:, None], math.nan)
-
-    x, y = centred(target), centred(score)
-    variation = (weights * x.square()).sum(1)
-    correlation = (weights * x * y).sum(1) / (variation * (weights * y.square()).sum(1)).sqrt()
-    error = score - target
+def _of_column(score: Any, target: Any) -> dict[str, float]:
+    varies, score_varies = np.ptp(target) > 0, np.ptp(score) > 0
     return {
-        "pearson_r": correlation,
-        "r2": 1 - weights @ error.square() / variation,
-        "mae": weights @ error.abs() / total,
+        "pearson_r": np.corrcoef(score, target)[0, 1] if varies and score_varies else math.nan,
+        "r2": r2_score(target, score) if varies else math.nan,
+        "mae": mean_absolute_error(target, score),
     }
-
-
-def _of_survival(scores: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    comparable, right = _pairs(scores[:, 0], targets)
-    return {"c_index": (weights @ right * weights).sum(1) / (weights @ comparable * weights).sum(1)}
-
-
-def _mean(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*values]).mean(0)
-
-
-_METRICS: Mapping[Task, Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]] = {
-    "classification": _of_classes,
-    "multilabel": _of_labels,
-    "regression": _of_values,
-    "survival": _of_survival,
-}

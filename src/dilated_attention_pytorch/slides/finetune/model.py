@@ -42,14 +42,15 @@ class SlideModel(nn.Module):
         self.classifier = nn.Sequential(nn.Linear(len(layers) * width, num_scores))
 
     def vectors(self, features: Tensor, grid: Tensor) -> Tensor:
-        """What the classifier reads of one case, ``[1, len(layers) E]``.
+        """What the classifier reads of one case, ``[1, len(layers) E]``. Layers above the last one read do not run.
 
         Args:
             features: ``[N, C]`` of the tiles of all its slides.
             grid: ``[N, 2]``, each tile's position on its own slide, in tiles.
         """
         assert self.slide_encoder is not None
-        pooled: Tensor = self.slide_encoder(features[None], grid[None], tile_size=1)[1]  # [1, L + 1, E]
+        read = max(self.layers)
+        pooled: Tensor = self.slide_encoder(features[None], grid[None], tile_size=1, num_layers=read)[1]
         return pooled[:, self.layers].flatten(1)
 
     def forward(self, features: Tensor, grid: Tensor) -> Tensor:

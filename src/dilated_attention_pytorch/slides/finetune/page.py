@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import torch
+from sklearn.metrics import confusion_matrix, roc_curve
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
@@ -22,13 +23,12 @@ from dilated_attention_pytorch.output import write_text
 from .labels import Task
 from .metrics import (
     BEST,
+    RESAMPLES,
     Interval,
-    confusion_matrix,
     discordance,
     kaplan_meier,
     log_odds,
     metrics,
-    roc_curve,
     why_undefined,
     with_intervals,
 )
@@ -80,7 +80,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Record:
+class FinetuneRecord:
     """What the page shows."""
 
     task: Task
@@ -102,7 +102,7 @@ class Results(NamedTuple):
     """Of all test cases of all runs together, with intervals by bootstrap over patients."""
 
 
-def results(record: Record, *, resamples: int = 1000, seed: int = 0) -> Results:
+def results(record: FinetuneRecord, *, resamples: int = RESAMPLES, seed: int = 0) -> Results:
     """Compute the test metrics of a record; ``resamples`` and ``seed`` as in :func:`.metrics.with_intervals`."""
     of_runs = [metrics(record.task, run.scores, run.targets) for run in record.runs]
     mean, deviation = {}, {}
@@ -115,7 +115,7 @@ def results(record: Record, *, resamples: int = 1000, seed: int = 0) -> Results:
     return Results(of_runs, mean, deviation, pooled)
 
 
-def write_page(folder: Path, record: Record, found: Results | None = None) -> Path:
+def write_page(folder: Path, record: FinetuneRecord, found: Results | None = None) -> Path:
     """Write ``report.html`` into ``folder`` atomically, and return its path. The page needs no network access.
 
     Args:
@@ -134,11 +134,11 @@ def write_page(folder: Path, record: Record, found: Results | None = None) -> Pa
     return path
 
 
-def _pooled(record: Record) -> tuple[Tensor, Tensor]:
+def _pooled(record: FinetuneRecord) -> tuple[Tensor, Tensor]:
     return torch.cat([run.scores for run in record.runs]), torch.cat([run.targets for run in record.runs])
 
 
-def _parts(record: Record, found: Results) -> Iterator[str]:
+def _parts(record: FinetuneRecord, found: Results) -> Iterator[str]:
     cases = len({name for run in record.runs for name in run.names})
     patients = len({patient for run in record.runs for patient in run.patients})
     yield f"<p>Runs: {len(record.runs)}. Test cases: {cases:,}, of {patients:,} patients.</p>"
@@ -159,7 +159,7 @@ def _parts(record: Record, found: Results) -> Iterator[str]:
     yield f"<h2>Settings</h2>{table(['value'], settings)}"
 
 
-def _table_of_metrics(record: Record, found: Results) -> str:
+def _table_of_metrics(record: FinetuneRecord, found: Results) -> str:
     names = list(found.mean)
     rows = [
         (run.title, [str(run.best_epoch), f"{len(run.names):,}", *(_number(of_run[name]) for name in names)])
@@ -181,7 +181,7 @@ def _number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
-def _undefined(record: Record, found: Results) -> Iterator[str]:
+def _undefined(record: FinetuneRecord, found: Results) -> Iterator[str]:
     for run in record.runs:
         reason = why_undefined(record.task, run.targets, record.classes)
         if reason is not None:
@@ -191,7 +191,7 @@ def _undefined(record: Record, found: Results) -> Iterator[str]:
         yield f"Resamples that do not define a metric are left out: {', '.join(undefined)}."
 
 
-def _over_epochs(record: Record, name: str) -> Figure:
+def _over_epochs(record: FinetuneRecord, name: str) -> Figure:
     """A logged value over the epochs, with a larger mark at the epoch that was chosen."""
     from plotly.graph_objects import Figure, Scatter
 
@@ -218,11 +218,12 @@ def _with_axes(figure: Figure, x: str, y: str, **layout: Any) -> Figure:
     return figure.update_layout({**LAYOUT, **axes, "hovermode": "closest", **layout})
 
 
-def _of_task(record: Record) -> Iterator[str]:
+def _of_task(record: FinetuneRecord) -> Iterator[str]:
     """The charts of a task."""
     scores, targets = _pooled(record)
     if record.task == "classification":
-        yield drawn(_confusion(confusion_matrix(scores, targets), record.classes), "confusion", "Confusion matrix")
+        counts = confusion_matrix(targets, scores.argmax(1), labels=range(len(record.classes)))
+        yield drawn(_confusion(torch.from_numpy(counts), record.classes), "confusion", "Confusion matrix")
     if record.task in ("classification", "multilabel"):
         yield drawn(_roc(record), "roc", "ROC curves")
     if record.task == "survival":
@@ -249,8 +250,11 @@ def _confusion(counts: Tensor, classes: Sequence[str]) -> Figure:
     return figure.update_layout(xaxis=ticks, yaxis={**ticks, "autorange": "reversed", "automargin": True})
 
 
-def _roc(record: Record) -> Figure:
-    """A curve for each run of two classes, or for each class against the others, or label, of all runs."""
+def _roc(record: FinetuneRecord) -> Figure:
+    """A curve for each run of two classes, or for each class against the others, or label, of all runs.
+
+    Where all cases or none are positive, there is no curve.
+    """
     from plotly.graph_objects import Figure, Scatter
 
     scores, targets = _pooled(record)
@@ -265,13 +269,15 @@ def _roc(record: Record) -> Figure:
         Scatter(x=[0, 1], y=[0, 1], mode="lines", line={"color": "#9ca3af", "dash": "dot"}, showlegend=False)
     )
     for index, (name, score, is_positive) in enumerate(curves):
-        false, true = roc_curve(score, is_positive)
+        if is_positive.all() or not is_positive.any():
+            continue
+        false, true, _ = roc_curve(is_positive, score, drop_intermediate=False)
         line = {"color": COLORS[index % len(COLORS)], "width": 1.5}
         figure.add_trace(Scatter(x=false.tolist(), y=true.tolist(), name=html.escape(name), mode="lines", line=line))
     return _with_axes(figure, "false positive rate", "true positive rate")
 
 
-def _survival(record: Record) -> Figure:
+def _survival(record: FinetuneRecord) -> Figure:
     from plotly.graph_objects import Figure, Scatter
 
     is_high = torch.cat([run.scores[:, 0] > run.scores[:, 0].median() for run in record.runs])
@@ -285,7 +291,7 @@ def _survival(record: Record) -> Figure:
     return _with_axes(figure, "time", "share without event").update_layout(yaxis={"range": [0, 1.02]})
 
 
-def _scatter(record: Record, column: int) -> Figure:
+def _scatter(record: FinetuneRecord, column: int) -> Figure:
     from plotly.graph_objects import Figure, Scatter
 
     _, targets = _pooled(record)
@@ -313,7 +319,7 @@ _MEASURES: Mapping[Task, str] = {
 }
 
 
-def _worst(record: Record) -> str:
+def _worst(record: FinetuneRecord) -> str:
     """The test cases with the largest errors."""
     errors = [
         (error, index, run)
@@ -331,7 +337,7 @@ def _worst(record: Record) -> str:
     return table(head, rows)
 
 
-def _errors(record: Record, run: RunRecord) -> Tensor:
+def _errors(record: FinetuneRecord, run: RunRecord) -> Tensor:
     """The error of each test case, ``[N]``."""
     scores = run.scores.double()
     if record.task == "classification":
@@ -345,7 +351,7 @@ def _errors(record: Record, run: RunRecord) -> Tensor:
     return ((scores - targets).abs() / deviation).mean(1)
 
 
-def _described(record: Record, run: RunRecord, index: int) -> tuple[str, str]:
+def _described(record: FinetuneRecord, run: RunRecord, index: int) -> tuple[str, str]:
     """Target and prediction of a test case, as text."""
     score, target, classes = run.scores[index], run.targets[index], record.classes
     if record.task == "classification":

@@ -20,17 +20,17 @@ from . import page
 from .labels import Labels
 from .metrics import metrics
 from .model import SlideModel
-from .page import Record, RunRecord
+from .page import FinetuneRecord, RunRecord
 
 RUN_NAME, WEIGHTS_NAME, PREDICTIONS_NAME = "run.json", "model.safetensors", "predictions.csv"
 METRICS_NAME, MAPS_NAME = "metrics.json", "maps"
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a file of safetensors atomically."""
     with replacing(path) as staged:
         # safetensors' own function for files raises no OSError on a full disk, and lets the owner alone read them.
-        staged.write_bytes(save(tensors))
+        staged.write_bytes(save(tensors, metadata))
 
 
 def write_weights(model: SlideModel, folder: Path, standard: tuple[Tensor, Tensor] | None) -> None:
@@ -106,7 +106,9 @@ def _columns(labels: Labels, targets: Tensor, scores: Tensor) -> tuple[list[str]
 
 def summarise(output: Path, folders: Sequence[Path], labels: Labels, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Write metrics.json and the page of all runs; returns the contents of metrics.json."""
-    record = Record(labels.task, labels.classes, settings, [_record_of(output, folder, labels) for folder in folders])
+    record = FinetuneRecord(
+        labels.task, labels.classes, settings, [_record_of(output, folder, labels) for folder in folders]
+    )
     found = page.results(record)
     runs = [
         {"fold": run.fold, "seed": run.seed, "best_epoch": run.best_epoch, "test": of_test}

@@ -27,14 +27,14 @@ from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderC
 from dilated_attention_pytorch.slides.files import Source, find_slides
 from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
 
-from .cases import CaseEmbeddings, CaseFiles, are_embeddings, pooling_of, without, without_missing
+from .cases import CaseFiles, are_embeddings, pooling_of, without, without_missing
 from .labels import read_labels
 from .maps import write_maps
 from .metrics import BEST
 from .model import SlideModel, add_adapters, merge_adapters
 from .results import MAPS_NAME, RUN_NAME, WEIGHTS_NAME, summarise, write_run, write_weights
 from .settings import FinetuneSettings
-from .splits import Split, make_splits
+from .splits import CaseSplit, make_splits
 from .trainer import FinetuneTrainer, Inputs, best_epoch, remove_checkpoints
 from .vectors import computed_vectors, stored_vectors
 
@@ -141,6 +141,11 @@ class Finetuner:
             raise RunError(
                 "--checkpoint must name the weights of the slide encoder, slide_encoder.pth of prov-gigapath"
             )
+        if self.checkpoint.is_dir():
+            raise RunError(
+                f"--checkpoint {self.checkpoint} is a folder, TITAN's, and fine-tuning trains GigaPath's encoder: pass "
+                "slide_encoder.pth, or embed the slides with TITAN and train on the embeddings (--freeze --layers 6)"
+            )
         config = SlideEncoderConfig(
             num_heads=settings.num_heads,
             embed_dim=4 * settings.num_heads,
@@ -217,19 +222,17 @@ class Finetuner:
         files = None
         if self.encoder is not None:
             files = CaseFiles(self.paths, self.encoder.config, self.settings.of_reading())
-        if self._before is None:
-            self._check_files(files, say, progress)
+        if files is not None and self._before is None and not self.settings.freeze:
+            self._leave_out_unreadable(self._check_files(files, progress), say)
         left = sum(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs())
         if files is not None and left and self.settings.engine == "local":
             self._check_memory(files, say)
-        with FileLock(self.output / _LOCK_NAME):
-            if self._before is None and self._check_folder() is None:  # no other command has begun it meanwhile
-                record = {"made_with": self.made_with, "left_out": self.left_out, "classes": self.labels.classes}
-                write_text(self.output / SETTINGS_NAME, json.dumps(record, indent=1) + "\n")
+        vectors = self._vectors(files, say, progress) if self.settings.freeze else None
+        self._begin()
         inputs = Inputs(
             labels=self.labels,
             files=files,
-            vectors=self._vectors(files, progress) if self.settings.freeze else None,
+            vectors=vectors,
             device=self.device,
             precision=self.settings.precision,
         )
@@ -262,25 +265,31 @@ class Finetuner:
         folds = range(1, len(self.splits) + 1)
         return [(k, seed, self.output / f"fold{k}-seed{seed}") for k, seed in product(folds, self.settings.seeds)]
 
-    def _check_files(
-        self, files: CaseFiles | None, say: Callable[[str], None], progress: Callable[[FinetuneProgress], None]
-    ) -> None:
-        """Read every slide once: a broken one is reported before hours of training.
+    def _begin(self) -> None:
+        """Write the settings and the cases left out, unless the folder has them; another command may have begun it."""
+        record = {"made_with": self.made_with, "left_out": self.left_out, "classes": self.labels.classes}
+        with FileLock(self.output / _LOCK_NAME):
+            before = self._check_folder()
+            if before is None or before.get("left_out") != self.left_out:
+                write_text(self.output / SETTINGS_NAME, json.dumps(record, indent=1) + "\n")
 
-        Raises:
-            RunError: slides cannot be read, and are not to be skipped.
-        """
-        embeddings, problems, done = CaseEmbeddings(self.paths), {}, 0
-        total = 0 if files is None else sum(map(files.num_tiles, self.labels.cases))
+    def _check_files(self, files: CaseFiles, progress: Callable[[FinetuneProgress], None]) -> dict[str, str]:
+        """Read every slide once, before hours of training; returns why cases cannot be read."""
+        problems, done, total = {}, 0, sum(map(files.num_tiles, self.labels.cases))
         for case in self.labels.cases:
             try:
-                if files is None:
-                    embeddings.read(case)
-                else:
-                    done += files.read(case).num_tiles
-                    progress(FinetuneProgress("reading", done, total))
+                done += files.read(case).num_tiles
+                progress(FinetuneProgress("reading", done, total))
             except RunError as error:
                 problems[case.name] = str(error)
+        return problems
+
+    def _leave_out_unreadable(self, problems: dict[str, str], say: Callable[[str], None]) -> None:
+        """Leave out the cases that cannot be read.
+
+        Raises:
+            RunError: there are some, and they are not to be skipped.
+        """
         if problems and not self.settings.skip_missing:
             raise RunError(
                 f"{len(problems):,} of {len(self.labels.cases):,} cases cannot be read, the first: "
@@ -290,15 +299,28 @@ class Finetuner:
             say(f"left out: {problem}")
         self._leave_out(list(problems))
 
-    def _vectors(self, files: CaseFiles | None, progress: Callable[[FinetuneProgress], None]) -> Tensor:
-        """What the classifier reads of all cases ``[cases, width]``, on the device."""
-        cases = self.labels.cases
+    def _vectors(
+        self, files: CaseFiles | None, say: Callable[[str], None], progress: Callable[[FinetuneProgress], None]
+    ) -> Tensor:
+        """What the classifier reads of all cases ``[cases, width]``, on the device; unreadable ones are left out."""
+        cases, settings = self.labels.cases, self.settings
         if files is None:
-            return stored_vectors(CaseEmbeddings(self.paths), cases, self.settings.layers).to(self.device)
-        model, path = self._new_model(0), self.output / VECTORS_NAME
-        total = sum(map(files.num_tiles, cases))
-        report = lambda done: progress(FinetuneProgress("embedding", done, total))  # noqa: E731
-        return computed_vectors(model, files, cases, path, self.device, self.settings.precision, report).to(self.device)
+            vectors, problems = stored_vectors(self.paths, cases, settings.layers)
+        else:
+            total = sum(map(files.num_tiles, cases))
+            vectors, problems = computed_vectors(
+                self._new_model(0),
+                files,
+                cases,
+                self.output / VECTORS_NAME,
+                device=self.device,
+                precision=settings.precision,
+                may_skip=settings.skip_missing,
+                begin=self._begin,
+                report=lambda done: progress(FinetuneProgress("embedding", done, total)),
+            )
+        self._leave_out_unreadable(problems, say)
+        return torch.stack([vectors[case.name] for case in self.labels.cases]).to(self.device)
 
     def _new_model(self, seed: int) -> SlideModel:
         """The encoder as it was loaded, and a classifier drawn by ``seed``."""
@@ -314,7 +336,7 @@ class Finetuner:
         self,
         inputs: Inputs,
         fold: int,
-        split: Split,
+        split: CaseSplit,
         seed: int,
         folder: Path,
         say: Callable[[str], None],
@@ -366,7 +388,7 @@ class Finetuner:
         say(f"fold {fold}, seed {seed}: the best epoch is {best} of {len(epochs)}; written: {folder}")
 
     def _write_maps(
-        self, inputs: Inputs, split: Split, folder: Path, progress: Callable[[FinetuneProgress], None]
+        self, inputs: Inputs, split: CaseSplit, folder: Path, progress: Callable[[FinetuneProgress], None]
     ) -> None:
         """Maps of the test cases of a finished run."""
         assert inputs.files is not None

@@ -20,7 +20,7 @@ _QUANTILES = 5
 
 
 @dataclass(frozen=True)
-class Split:
+class CaseSplit:
     """Indices of the cases of each part, in ascending order."""
 
     train: tuple[int, ...]
@@ -28,7 +28,7 @@ class Split:
     test: tuple[int, ...]
 
 
-def make_splits(labels: Labels, *, folds: int, validation: float, test: float, seed: int) -> list[Split]:
+def make_splits(labels: Labels, *, folds: int, validation: float, test: float, seed: int) -> list[CaseSplit]:
     """Divide the patients at random, stratified: each part gets its share of every stratum.
 
     A patient's stratum is the rarest of those of its cases: the class; the rarest of a case's labels; event or
@@ -73,7 +73,7 @@ def make_splits(labels: Labels, *, folds: int, validation: float, test: float, s
     for number, (train, chosen, held_out) in enumerate(divided, 1):
         if not chosen:
             train, chosen = patients.take(train, validation)
-        split = Split(tuple(train), tuple(chosen), tuple(held_out))
+        split = CaseSplit(tuple(train), tuple(chosen), tuple(held_out))
         of_fold = f"fold {number}: " if len(divided) > 1 else ""
         _check(labels, split, of_fold, needs_validation=validation > 0)
         splits.append(split)
@@ -130,7 +130,7 @@ def _strata(labels: Labels) -> Tensor:
     return torch.bucketize(value, value.quantile(inner))
 
 
-def _check(labels: Labels, split: Split, of_fold: str, *, needs_validation: bool) -> None:
+def _check(labels: Labels, split: CaseSplit, of_fold: str, *, needs_validation: bool) -> None:
     """Refuse a split that cannot be trained or tested on, or that has a patient on two sides."""
     parts = {"training": split.train, "validation": split.validation, "the test": split.test}
     for name, part in parts.items():
