@@ -170,7 +170,7 @@ def test_many_keys_and_many_queries_are_taken_in_parts(dtype: torch.dtype) -> No
     """More keys than lie packed at a time, and more queries; on several threads keys are dealt out as well."""
     of_products = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
     for shape, pattern in (
-        ((1, 150, 2 * native.KEYS_OF_WINDOW + 300, 2, 1, 8), DilatedPattern([1 << 20], [1])),
+        ((1, 150, 2 * native.KEYS_OF_WINDOW + 300, 4, 2, 8), DilatedPattern([1 << 20], [1])),
         ((1, 150, 3 * native.KEYS_OF_WINDOW, 1, 1, 8), local_window(9000, 9000)),
         ((1, 9000, 2100, 1, 1, 8), DilatedPattern([1 << 20], [1])),
         ((1, 9000, 9000, 1, 1, 8), local_window(700, 30)),
