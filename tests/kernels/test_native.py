@@ -170,7 +170,7 @@ def test_many_keys_and_many_queries_are_taken_in_parts(dtype: torch.dtype) -> No
     """More keys than lie packed at a time, and more queries; on several threads keys are dealt out as well."""
     of_products = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
     for shape, pattern in (
-        ((1, 150, 2 * native.KEYS_OF_WINDOW + 300, 2, 1, 8), DilatedPattern([1 << 20], [1])),
+        ((1, 150, 2 * native.KEYS_OF_WINDOW + 300, 4, 2, 8), DilatedPattern([1 << 20], [1])),
         ((1, 150, 3 * native.KEYS_OF_WINDOW, 1, 1, 8), local_window(9000, 9000)),
         ((1, 9000, 2100, 1, 1, 8), DilatedPattern([1 << 20], [1])),
         ((1, 9000, 9000, 1, 1, 8), local_window(700, 30)),
@@ -341,14 +341,15 @@ def test_gates_are_added_to_the_terms_of_listed_blocks(dtype: torch.dtype, query
         assert_close(*both, TOLERANCES[dtype])
 
 
-def test_a_cap_far_above_the_scores_keeps_their_digits() -> None:
-    """The cap's error is relative to a score, not to the cap."""
+def test_caps_of_any_size_keep_the_digits_of_scores() -> None:
+    """The error of a cap is relative to the score. A cap below the smallest float32 number is a cap, too."""
     for rows in (1, 97):
         operands = draw((1, 97, 97, 4, 2, 16), torch.float32)
         operands = [x[:, -rows:] if i in (0, 3, 4) else x for i, x in enumerate(operands)]
         options: dict[str, Any] = {"query_offset": 97 - rows, "is_causal": True}
-        expected = outcome([x.double() for x in operands], PATTERNS["dilated"], "aten", **options)
-        assert_close(outcome(operands, PATTERNS["dilated"], "native", None, 1e5, **options), expected, 3e-6)
+        for softcap, of_exact in ((1e5, None), (1e-50, 1e-50)):
+            expected = outcome([x.double() for x in operands], PATTERNS["dilated"], "aten", None, of_exact, **options)
+            assert_close(outcome(operands, PATTERNS["dilated"], "native", None, softcap, **options), expected, 3e-6)
 
 
 def test_two_calls_give_the_same_bits() -> None:
@@ -406,7 +407,7 @@ def test_other_devices_dtypes_and_widths_are_refused() -> None:
 @pytest.mark.slow  # it compiles the kernels again
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the other tests are of AVX2 here")
 def test_kernels_of_avx2_keep_the_same_laws() -> None:
-    laws = "at_most_twice and 48 or dropout_and_padding and sum or few_queries or stored_rows or several_tiles"
+    laws = "at_most_twice and 48 or dropout_and_padding and sum or few_queries or stored_rows or several_tiles or terms"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-o", "addopts=", __file__, "-k", laws]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     environment.pop("HYPOTHESIS_PROFILE", None)  # a sweep is of the machine's own instructions

@@ -399,6 +399,7 @@ class Backward {
   float differentiate(
       int64_t begin, int64_t keys, const float* lse, const float* delta, float gate, const Distances& distances, Scratch& s) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
+    const Terms terms = terms_;  // in registers: no number that is stored is one of its own
     const Floats factor(factor_), of_gate(gate * kLog2E);
     Floats sum(0.0f);
     for (int64_t x = 0; x < keys; x += kPairs) {
@@ -414,7 +415,7 @@ class Backward {
           Floats score = Floats::loadu(s.scores.data() + at), slope(1.0f);
           if constexpr (has_terms) {
             const auto is_masked = score == Floats(-kInfinity);
-            std::tie(score, slope) = terms_.cap(score);
+            std::tie(score, slope) = terms.cap(score);
             score = score + Floats(s.key_bias[begin + x + y]);
             if (distances.numbers != nullptr)
               score = score + Floats::loadu(distances.numbers + distances.first + (x + y) * distances.of_key + c);

@@ -247,9 +247,8 @@ class Forward {
         for (int64_t c = 0; c < value_dim; c++) sums[r * value_dim + c] *= decay;
     }
     multiply(
-        height, value_dim, count, s.probabilities_at(first_row * keys_of_block_), keys_of_block_, values + begin * value_dim, value_dim, sums,
-        value_dim,
-        true);
+        height, value_dim, count, s.probabilities_at(first_row * keys_of_block_), keys_of_block_, values + begin * value_dim, value_dim,
+        sums, value_dim, true);
   }
 
   void drop(uint32_t query, const uint32_t* keys, C* probabilities, int64_t count) const {

@@ -85,7 +85,11 @@ Masks masks_of(
 Terms terms_of(
     double scale, double softcap, const std::optional<Tensor>& line, int64_t origin, const std::optional<Tensor>& key_bias,
     const Origin& of_keys) {
-  Terms terms{static_cast<float>(scale), static_cast<float>(softcap)};
+  Terms terms{static_cast<float>(scale)};
+  if (softcap != 0.0) {  // a cap of 1e-30 or less makes all scores 0
+    terms.softcap = static_cast<float>(std::max(softcap, 1e-30));
+    terms.scale_in_caps = static_cast<float>(std::min(scale / softcap, 1e30));
+  }
   if (line) {
     terms.line = line->const_data_ptr<float>();
     terms.length = line->size(1);

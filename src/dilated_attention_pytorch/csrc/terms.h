@@ -10,8 +10,9 @@ namespace dilated_attention {
 // s = cap(scale q.k) + line[h, origin + j - i] + key_bias[j] for the query with index i and the key with index j of a
 // domain, with cap(x) = softcap tanh(x / softcap). Indices are positions of a problem, or its rows where it lists rows.
 struct Terms {
-  float scale, softcap;  // softcap 0: none
-  const float* line;     // [query heads, length]; null: none
+  float scale;
+  float softcap, scale_in_caps;  // scale / softcap; both 0: none
+  const float* line;             // [query heads, length]; null: none
   int64_t length, origin;
   std::optional<Rows<const float>> key_bias;  // [B, rows of keys, key/value heads]
 
@@ -23,14 +24,15 @@ struct Terms {
   // cap(scale x) and the derivative cap' there.
   std::pair<Floats, Floats> cap(Floats x) const {
     if (softcap == 0.0f) return {x * Floats(scale), Floats(1.0f)};
-    const Floats part = tanh(x * Floats(scale / softcap));
+    const Floats part = tanh(x * Floats(scale_in_caps));
     return {part * Floats(softcap), at::vec::fnmadd(part, part, Floats(1.0f))};
   }
 
   // Replaces products by cap(scale x), plus the numbers at `added` unless it is null. `count` is a multiple of the lanes.
   void apply(float* products, int64_t count, const float* added = nullptr) const {
+    const Terms own = *this;  // in registers: no product is one of its numbers
     for (int64_t x = 0; x < count; x += kLanes) {
-      Floats score = cap(Floats::loadu(products + x)).first;
+      Floats score = own.cap(Floats::loadu(products + x)).first;
       if (added != nullptr) score = score + Floats::loadu(added + x);
       score.store(products + x);
     }
