@@ -313,6 +313,20 @@ def test_a_bounded_cache_refuses_what_it_does_not_hold() -> None:
             model(draw(2, 3), past_key_values=cache)
 
 
+def test_falcon_s_alibi_is_refused_in_words() -> None:
+    model = set_pattern(built("Falcon", alibi=True), PATTERN)
+    with pytest.raises(NotImplementedError, match="FalconAttention came with numbers for every pair"):
+        model(draw(2, LENGTH))
+
+
+def test_a_list_of_patterns_leaves_a_layer_its_chunks() -> None:
+    models = [set_pattern(built("Llama4"), pattern) for pattern in (PATTERN, [None, PATTERN])]
+    with torch.no_grad():
+        assert torch.equal(logits(models[0], draw(2, LENGTH)), logits(models[1], draw(2, LENGTH)))
+    with pytest.raises(ValueError, match="every layer of the model has a sliding window of 20 tokens"):
+        set_pattern(built("Llama4", layer_types=["chunked_attention"] * 2), PATTERN)
+
+
 def test_chunks_need_all_tokens_of_a_sequence() -> None:
     model = set_pattern(built("Llama4", attention_chunk_size=8), WHOLE)
     with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8\).*pass use_cache=False"):
