@@ -257,13 +257,12 @@ def _after_call(model: PreTrainedModel, args: Any, output: Any) -> None:
 # Called at trace time by torch.compile, which reads nothing of what it changes: a graph that breaks is traced again.
 @constant_of_graph
 def _look_through_once(model: PreTrainedModel) -> None:
-    from transformers import PreTrainedModel
-
     if getattr(model, _PROOF):
         return
-    # Include inner models: some are never called as a whole, only their layers are.
-    inside = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    look_through(model, [config for config in inside if config._attn_implementation == NAME], is_all_attention=False)
+    # Include parts that are never called as a whole, and parts whose configuration only their layers have.
+    inside = [config for module in model.modules() if (config := vars(module).get("config")) is not None]
+    chosen = [config for config in inside if getattr(config, "_attn_implementation", None) == NAME]
+    look_through(model, chosen, is_all_attention=False)
     setattr(model, _PROOF, True)
 
 
@@ -355,6 +354,12 @@ def _check_is_of_one_sequence(model: nn.Module, name: str, layer: nn.Module) -> 
             f"{type(model).__name__} attends to its own sequence and to another in one softmax "
             f'({type(layer).__name__} of "{name}"), and a pattern is of one sequence: use "sdpa" or "eager" for this '
             "model, without a pattern"
+        )
+    if "LightGlue" in type(layer).__name__:
+        raise NotImplementedError(
+            f"{type(model).__name__} attends to keypoints, which have no order and of which its results contain the "
+            f'padding ({type(layer).__name__} of "{name}"), and a pattern goes by positions: use "sdpa" or "eager" for '
+            "this model, without a pattern"
         )
 
 

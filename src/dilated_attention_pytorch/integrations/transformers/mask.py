@@ -94,7 +94,7 @@ def documents_mask(
             batch_size,
             q_length,
             kv_length,
-            q_offset,
+            q_offset,  # type: ignore[arg-type]  # a tensor from static caches
             kv_offset,
             mask_function or causal_mask_function,
             attention_mask,
