@@ -60,6 +60,7 @@ _OTHER_FORMS = (
     "ProbSparse",
     "Reformer",
     "Rwkv",
+    "SuperGlue",
     "XLNet",
 )
 """In names of classes whose attention is no softmax over all pairs of a sequence, times values."""
