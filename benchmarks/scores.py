@@ -55,7 +55,10 @@ def terms() -> dict[str, tuple[Tensor, ...]]:
 def scores_of(name: str, tensors: tuple[Tensor, ...]) -> Scores | None:
     if name == "none":
         return None
-    return Scores(softcap=50.0) if name == "softcap" else Scores(**{name: tensors[0]})
+    if name == "softcap":
+        return Scores(softcap=50.0)
+    by_name = {name: tensors[0]}
+    return Scores(slopes=by_name.get("slopes"), distance_bias=by_name.get("distance_bias"), sinks=by_name.get("sinks"))
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, name: str, tensors: Any, is_training: bool) -> None:
@@ -82,10 +85,9 @@ def ratios(calls: dict[str, Callable[[], object]], repeats: int, base: str) -> d
 def line(rows: int, dtype: torch.dtype, repeats: int, *, is_training: bool) -> dict[str, Any]:
     """Ratios of one length and dtype."""
     pattern = DilatedPattern([2048, 4096, 8192, 16_384], [1, 2, 4, 8])
-    operands = [torch.randn(1, rows, HEADS, WIDTH).to(dtype).requires_grad_() for _ in range(3)]
+    q, k, v = (torch.randn(1, rows, HEADS, WIDTH).to(dtype).requires_grad_() for _ in range(3))
     calls: dict[str, Callable[[], object]] = {
-        name: functools.partial(call, *operands, pattern, name, tensors, is_training)
-        for name, tensors in terms().items()
+        name: functools.partial(call, q, k, v, pattern, name, tensors, is_training) for name, tensors in terms().items()
     }
     found: dict[str, Any] = {
         "rows": rows,
@@ -96,7 +98,10 @@ def line(rows: int, dtype: torch.dtype, repeats: int, *, is_training: bool) -> d
     q, k = (torch.randn(1, rows, 2, KEY_WIDTH).to(dtype).requires_grad_() for _ in range(2))
     v = torch.randn(1, rows, 2, VALUE_WIDTH).to(dtype).requires_grad_()
     own = functools.partial(call, q, k, v, pattern, "none", (), is_training)
-    widths = {"values": own, "padded": functools.partial(padded, q, k, v, pattern, is_training)}
+    widths: dict[str, Callable[[], object]] = {
+        "values": own,
+        "padded": functools.partial(padded, q, k, v, pattern, is_training),
+    }
     found["ratios"]["values"] = ratios(widths, repeats, "padded")["ratios"]["values"]
     return found
 

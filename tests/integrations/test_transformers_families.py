@@ -314,10 +314,18 @@ def test_weights_of_a_module_s_own_code_are_not_given() -> None:
         model(draw(2, LENGTH), output_attentions=True)
 
 
-def test_a_bounded_cache_refuses_what_it_does_not_hold() -> None:
-    model = set_pattern(built("Gemma2", layer_types=["full_attention"] * 2), PATTERN)
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of one width for scores"):
-        model(draw(2, LENGTH), past_key_values=BoundedCache(model.config))
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+@torch.no_grad()
+def test_a_bounded_cache_has_caps_and_sinks(name: str) -> None:
+    model = set_pattern(built(name, layer_types=["full_attention"] * 2), PATTERN)
+    tokens = draw(2, LENGTH)
+    cache = BoundedCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in tokens.split([9, 1, 1, 5, 1, 6], dim=1)]
+    close(torch.cat(parts, 1), model(tokens).logits)
+    assert max(cache.rows_per_head(layer=0)) < LENGTH
+
+
+def test_a_bounded_cache_refuses_a_model_that_changes_keys_before_its_attention() -> None:
     model = set_pattern(built("DeepseekV3"), PATTERN)
     cache = BoundedCache(model.config)
     with torch.no_grad():

@@ -118,7 +118,10 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     if dtype == torch.float64:
         return 'the Triton kernels accumulate in float32; impl="aten" and impl="reference" compute in float64'
     if head_dim > MAX_HEAD_DIM:
-        return f'the Triton kernels keep whole rows of a head on chip, up to {MAX_HEAD_DIM} wide; use impl="aten"'
+        return (
+            f"the Triton kernels keep whole rows of a head on chip, up to {MAX_HEAD_DIM} wide, got {head_dim}; use "
+            'impl="aten"'
+        )
     return _triton_refusal_of_device(device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -115,7 +116,7 @@ class TitanEncoder(nn.Module):
         width = config.embed_dim
         self.patch_embed = nn.Sequential(nn.Linear(config.feature_dim, width), nn.GELU())
         self.cls_token = nn.Parameter(1e-6 * torch.randn(1, 1, width))
-        self.blocks = _Blocks(config)
+        self.blocks = nn.ModuleDict({"modules_list": nn.ModuleList(_Block(config) for _ in range(config.num_layers))})
         self.norm = nn.LayerNorm(width, eps=_EPS)
         self.attn_pool = _Pooler(width, config.pool_heads, config.pool_queries)
         self.attn_pool_contrastive = _Pooler(width, config.pool_heads, 1)
@@ -163,7 +164,10 @@ class TitanEncoder(nn.Module):
         cells, features = _summed(features, self.config.grid_of(coordinates, tile_size))
         x = self.patch_embed(features.to(self.cls_token.dtype))
         x = torch.cat((self.cls_token[0].to(x.dtype), x))[None]
-        x, states = self.blocks(x, cells)
+        states = [x[0, 0]]
+        for block in self.blocks["modules_list"].children():
+            x = block(x, cells)
+            states.append(x[0, 0])
         x = self.norm(x)
         rows = self.attn_pool(x) if self.config.pool == "cascade" else x
         return self.attn_pool_contrastive(rows)[0, 0], torch.stack(states)
@@ -187,41 +191,18 @@ def slopes(num_heads: int) -> list[float]:
     return first + [2.0 ** (-4.0 * head / power) for head in range(1, 2 * power + 1, 2)][: num_heads - power]
 
 
-class _Blocks(nn.Module):
-    def __init__(self, config: TitanConfig) -> None:
-        super().__init__()
-        self.modules_list = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
-
-    def forward(self, x: Tensor, cells: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The rows ``[1, M + 1, E]`` after the last block, and the class token before and after every block."""
-        states = [x[0, 0]]
-        for block in self.modules_list:
-            x = block(x, cells)
-            states.append(x[0, 0])
-        return x, states
-
-
 class _Block(nn.Module):
     def __init__(self, config: TitanConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.embed_dim, eps=_EPS)
         self.attn = _CellAttention(config)
         self.norm2 = nn.LayerNorm(config.embed_dim, eps=_EPS)
-        self.mlp = _Mlp(config)
+        first, second = nn.Linear(config.embed_dim, config.ffn_dim), nn.Linear(config.ffn_dim, config.embed_dim)
+        self.mlp = nn.Sequential(OrderedDict(fc1=first, gelu=nn.GELU(), fc2=second))
 
     def forward(self, x: Tensor, cells: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), cells)
         return x + self.mlp(self.norm2(x))
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: TitanConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.embed_dim, config.ffn_dim)
-        self.fc2 = nn.Linear(config.ffn_dim, config.embed_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(functional.gelu(self.fc1(x)))
 
 
 class _CellAttention(nn.Module):

@@ -288,13 +288,13 @@ def _counting_layers(
     encoder: SlideEncoder | TitanEncoder, num_layers: int | None, computing: Callable[[float], None], tiles: int
 ) -> Iterator[None]:
     """Count the tiles of a batch by the layers that are computed, the first ``num_layers``."""
-    layers = list(encoder.encoder.layers if isinstance(encoder, SlideEncoder) else encoder.blocks.modules_list)
-    layers = layers[:num_layers]
+    layers = encoder.encoder.layers if isinstance(encoder, SlideEncoder) else encoder.blocks["modules_list"]
+    computed = list(layers.children())[:num_layers]
 
     def count(index: int) -> Callable[..., None]:
-        return lambda *_: computing(tiles * (index + 1) / len(layers))
+        return lambda *_: computing(tiles * (index + 1) / len(computed))
 
-    hooks = [layer.register_forward_hook(count(index)) for index, layer in enumerate(layers)]
+    hooks = [layer.register_forward_hook(count(index)) for index, layer in enumerate(computed)]
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, local_window
+from dilated_attention_pytorch import DilatedPattern, attend, local_window
 from dilated_attention_pytorch.ops import operators
 from dilated_attention_pytorch.ops.call import Call
 from dilated_attention_pytorch.ops.implementations import IMPLEMENTATIONS
@@ -27,7 +27,7 @@ def leaves(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "is_packed",
     [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["dropout and a window", "packed and padded"],
+    ids=["dropout, a window and terms", "packed and padded"],
 )
 def test_opcheck(is_packed: bool) -> None:
     q, k, v = leaves(13)
@@ -36,12 +36,15 @@ def test_opcheck(is_packed: bool) -> None:
         "key_padding_mask": torch.arange(13, device=DEVICE)[None] % 3 == 1,
     }
     if not is_packed:
-        options = {"dropout_seed": torch.tensor(5, device=DEVICE), "dropout_p": 0.3}
+        options = {"dropout_seed": torch.tensor(5, device=DEVICE), "dropout_p": 0.3, "softcap": 2.0}
+        terms = (torch.randn(2, 25, device=DEVICE), torch.randn(1, 13, 1, device=DEVICE))
+        options |= dict(zip(("distance_bias", "key_bias"), (x.requires_grad_() for x in terms), strict=True))
+        v = v.detach()[..., :5].requires_grad_()
     pattern = PATTERN if is_packed else PATTERN + local_window(4)
     triton = IMPLEMENTATIONS["triton"]
     call = Call(q, k, v, pattern=pattern, is_causal=True, scale=0.3, impl=triton, **options).for_operator()
     torch.library.opcheck(operators.attend, call)
-    out, lse = attend_with_lse(q, k, v, pattern)
+    out, lse = operators.attend(*call)
     with torch.no_grad():
         arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, *call)
         torch.library.opcheck(operators.attend_backward, arguments)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.select import is_interpreted
-from dilated_attention_pytorch.kernels.triton import configurations
+from dilated_attention_pytorch import DilatedPattern, attend_with_lse
+from dilated_attention_pytorch.kernels.select import Impl, is_interpreted
+from dilated_attention_pytorch.kernels.triton import configurations, launch
+from dilated_attention_pytorch.kernels.triton.terms import tanh
+from dilated_attention_pytorch.ops import Scores
 from support.drawn import SWEEP, Sizes, block_calls, calls, examples
 from support.planned import with_candidates
 from support.scored_calls import ScoredCall, check_budget, scored
 from support.triton_calls import DEVICE, poisoned, surrounded
 
+PATTERN = DilatedPattern([7, 100], [1, 3])
 DRAWS = 30
 """500 in the sweep."""
 TINY = Sizes(
@@ -68,3 +75,101 @@ def test_drawn_calls_stay_within_the_error_budget(figure: Any) -> None:
         f"Triton, terms of the scores, {drawn} drawn calls, part of the error budget",
         {k: f"{v:.2f}" for k, v in used.items()},
     )
+
+
+def call(rows: int = 19, value_dim: int = 5, **terms: Any) -> tuple[list[Tensor], Scores]:
+    """Query, key, value and, where ``terms`` has not others, one of each term."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
+
+    operands = [draw(1, rows, 2, 16), draw(1, rows, 1, 16), draw(1, rows, 1, value_dim)]
+    given = {"softcap": 2.0, "slopes": draw(2), "distance_bias": draw(2, 11), "key_bias": draw(1, rows, 1)}
+    return operands, Scores(**{**given, **terms})
+
+
+def results(operands: list[Tensor], scores: Scores, impl: Impl, **options: Any) -> list[Tensor]:
+    leaves = [*operands, *(x for x in scores.tensors if x is not None and x.requires_grad)]
+    torch.manual_seed(3)
+    out, lse = attend_with_lse(*operands, PATTERN, is_causal=True, scores=scores, impl=impl, **options)
+    return [out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)]
+
+
+def test_dropout_drops_what_the_reference_drops() -> None:
+    operands, scores = call()
+    found, expected = (results(operands, scores, impl, dropout_p=0.4) for impl in ("triton", "reference"))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_step_of_decoding_has_the_biases_of_its_position(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dilated_attention_pytorch.kernels.triton.plan import KernelPlan
+
+    monkeypatch.setattr(KernelPlan, "num_splits", splits)
+    operands, scores = call(50)
+    with torch.no_grad():
+        whole, step = operands, [operands[0][:, :1], *operands[1:]]
+        expected = attend_with_lse(*whole, PATTERN, is_causal=True, scores=scores, impl="reference")
+        for position in (0, 41):
+            at = torch.tensor(position, device=DEVICE)
+            step[0] = operands[0][:, position : position + 1]
+            found = attend_with_lse(*step, PATTERN, is_causal=True, scores=scores, query_offset=at, impl="triton")
+            for got, want in zip(found, expected, strict=True):
+                torch.testing.assert_close(got, want[:, position : position + 1], rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="pass query_offset as an integer"):
+        attend_with_lse(*(x.detach() for x in step), PATTERN, is_causal=True, scores=scores, query_offset=at)
+
+
+def test_a_launch_that_was_timed_before_adds_nothing_to_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(choice: Any, launched: Any) -> Any:
+        launched(choice.candidates[0])
+        return choice.candidates[0]
+
+    operands, scores = call(9)
+    alone = results(operands, scores, "triton")
+    monkeypatch.setattr(launch, "fastest", timed)
+    torch.testing.assert_close(results(operands, scores, "triton"), alone)
+
+
+def test_deterministic_algorithms_refuse_the_gradient_of_a_bias_by_distance_on_a_gpu() -> None:
+    gpu = torch.device("cuda")
+    launch._check_determinism(gpu)
+    try:
+        torch.use_deterministic_algorithms(True)
+        launch._check_determinism(torch.device("cpu"))
+        with pytest.raises(RuntimeError, match=r'set warn_only=True, detach the bias .* or use impl="aten"'):
+            launch._check_determinism(gpu)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="in an order that varies from run to run"):
+            launch._check_determinism(gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_values_that_are_too_wide_are_refused_by_name() -> None:
+    operands, scores = call(3, value_dim=257)
+    with pytest.raises(NotImplementedError, match=r'up to 256 wide, got 257; use impl="aten"'):
+        attend_with_lse(*operands, PATTERN, scores=scores, impl="triton")
+
+
+@triton.jit
+def _tanh_kernel(X, Y, NUMBERS: tl.constexpr):
+    index = tl.arange(0, NUMBERS)
+    tl.store(Y + index, tanh(tl.load(X + index)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+def test_the_cap_keeps_small_scores_signs_and_nan() -> None:
+    sizes = torch.cat([torch.logspace(-30, 2, 508), torch.tensor([0.0, 0.6249999, 0.625, math.inf])])
+    x = torch.cat([sizes, -sizes]).to(DEVICE)
+    y = torch.empty_like(x)
+    _tanh_kernel[(1,)](x, y, x.numel())
+    exact = torch.tanh(x.double())
+    error = ((y - exact).abs() / exact.abs()).nan_to_num(0.0)
+    assert float(error.max()) < 4 * 2.0**-24
+    assert torch.equal(y.sign(), x.sign())
+    x.fill_(math.nan)
+    _tanh_kernel[(1,)](x, y, x.numel())
+    assert y.isnan().all()

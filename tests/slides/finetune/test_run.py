@@ -262,8 +262,8 @@ def test_a_damaged_checkpoint_is_not_taken(cohort: Cohort, tmp_path: Path) -> No
     cohort.tuner(tmp_path / "alone").run()
     output = tmp_path / "damaged"
     assert run_forked(cohort, output, killing(trainer, "write_manifest", 2)) == -signal.SIGKILL
-    (checkpoint,) = (output / "fold1-seed0").glob("checkpoint-*")
-    (checkpoint / "optimizer.pt").write_bytes(b"damaged")
+    finished, _unfinished = sorted((output / "fold1-seed0").glob("checkpoint-*"))
+    (finished / "optimizer.pt").write_bytes(b"damaged")
     cohort.tuner(output).run()
     assert results_of(output) == results_of(tmp_path / "alone")
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_sentence(
     said = refusal(cohort, tmp_path / "out", epochs=1)
     assert "the checkpoint of step 1 cannot be written" in said
     assert "(unexpected pos 64 vs 0); make room on the disk" in said
-    assert not [*(tmp_path / "out" / "fold1-seed0").glob(".unfinished*")]
+    assert not [*(tmp_path / "out" / "fold1-seed0").glob("checkpoint-*")]
 
 
 def no_space(self: trainer.FinetuneTrainer, folder: str) -> None:

@@ -229,9 +229,9 @@ def _attend(
             )
         return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout, scores)
     if bounded is not None:
-        _check_is_stored(scores, value.shape[3] == key.shape[3])
         cache, cached_layer = bounded
-        return cache.attend(cached_layer, query, key, value, pattern, mask, scaling, dropout, is_causal=is_causal)
+        options = (mask, scaling, dropout, scores)
+        return cache.attend(cached_layer, query, key, value, pattern, *options, is_causal=is_causal)
     if not is_causal and query.shape[1] != num_columns:
         raise NotImplementedError(
             f"attention that is not causal is of a sequence to itself, got {query.shape[1]} queries and {num_columns} "
@@ -320,14 +320,6 @@ def _scores(
     if softcap is None and sinks is None and position_bias is None:
         return None
     return Scores(softcap=softcap, sinks=sinks, distance_bias=position_bias)
-
-
-def _check_is_stored(scores: Scores | None, is_of_one_width: bool) -> None:
-    if scores is not None or not is_of_one_width:
-        raise NotImplementedError(
-            "a BoundedCache holds keys and values of one width for scores without caps, biases and sinks: use the "
-            "model's own cache"
-        )
 
 
 def _plain_attention(

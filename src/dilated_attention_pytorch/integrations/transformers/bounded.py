@@ -11,6 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.models import LongNetCache
 from dilated_attention_pytorch.models.cache import CacheStep, ForwardOnlyCache
 from dilated_attention_pytorch.models.padding import real_runs
+from dilated_attention_pytorch.ops import Scores
 from dilated_attention_pytorch.patterns import Pattern
 
 from .config import layer_pattern, num_layers, text_config, window_of_layer
@@ -111,6 +112,7 @@ class BoundedCache(ForwardOnlyCache):
         mask: Tensor | None,
         scaling: float | None,
         dropout: float,
+        scores: Scores | None,
         *,
         is_causal: bool,
     ) -> Tensor:
@@ -149,7 +151,7 @@ class BoundedCache(ForwardOnlyCache):
         if scaling is not None:
             # The stored rows are read with the scale 1 / sqrt(D).
             query = query * (scaling * math.sqrt(query.shape[-1]))
-        return self._step.attend(layer, query, key, value, 0.0)
+        return self._step.attend(layer, query, key, value, 0.0, scores)
 
     def rows_per_head(self, layer: int) -> list[int]:
         """Stored rows of a layer per key/value head, the maximum over the sequences."""

@@ -52,19 +52,13 @@ class CaseFiles:
         return self._tiles[case.name]
 
 
-class CaseEmbeddings:
-    """Files that `embed` wrote, of the slides of cases."""
+def embedding_of(case: LabelledCase, paths: Mapping[str, Path]) -> Tensor:
+    """Vectors of all layers ``[L + 1, E]``, the mean over the slides of the case, from files that `embed` wrote.
 
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self.paths = paths
-
-    def read(self, case: LabelledCase) -> Tensor:
-        """Vectors of all layers ``[L + 1, E]``, the mean over the slides of the case.
-
-        Raises:
-            RunError: a file is not one that `embed` wrote.
-        """
-        return torch.stack([_layers(self.paths[name]) for name in case.slides]).mean(dim=0)
+    Raises:
+        RunError: a file is not one that `embed` wrote.
+    """
+    return torch.stack([_layers(paths[name]) for name in case.slides]).mean(dim=0)
 
 
 def are_embeddings(paths: Mapping[str, Path]) -> bool:

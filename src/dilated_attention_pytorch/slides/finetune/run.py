@@ -27,7 +27,7 @@ from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderC
 from dilated_attention_pytorch.slides.files import Source, find_slides
 from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
 
-from .cases import CaseEmbeddings, CaseFiles, are_embeddings, pooling_of, without, without_missing
+from .cases import CaseFiles, are_embeddings, pooling_of, without, without_missing
 from .labels import read_labels
 from .maps import write_maps
 from .metrics import BEST
@@ -305,7 +305,7 @@ class Finetuner:
         """What the classifier reads of all cases ``[cases, width]``, on the device; unreadable ones are left out."""
         cases, settings = self.labels.cases, self.settings
         if files is None:
-            vectors, problems = stored_vectors(CaseEmbeddings(self.paths), cases, settings.layers)
+            vectors, problems = stored_vectors(self.paths, cases, settings.layers)
         else:
             total = sum(map(files.num_tiles, cases))
             vectors, problems = computed_vectors(

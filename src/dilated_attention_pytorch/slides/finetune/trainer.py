@@ -34,6 +34,7 @@ BEST_NAME = "best.safetensors"
 """All weights after the best epoch until now."""
 _SLOWER = "lower --learning-rate or raise --warmup-epochs, with another --output"
 _STAGING = ".unfinished"
+"""Where earlier versions wrote checkpoints."""
 _PICKLED = "training_args.bin"
 """Of transformers; nothing reads it."""
 
@@ -120,7 +121,6 @@ class FinetuneTrainer(Trainer):
         training = labels.targets[list(split.train)]
         self.loss = loss_of(labels.task, training, is_weighted=settings.class_weights)
         self.standard = standard(training) if labels.task == "regression" else None
-        self._output = folder
 
     def run(self) -> list[dict[str, float]]:
         """Train to the end, from the last complete checkpoint if there is one, and load the weights of the best epoch.
@@ -207,33 +207,24 @@ class FinetuneTrainer(Trainer):
         self.control.should_training_stop |= self._is_late(epochs)
         return {}
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._output)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint aside, and give it its name when it is complete on the disk; remove the one before.
+        """Write a checkpoint, its manifest last, and remove the one before. Without the manifest it is not read.
 
         Raises:
             RunError: it cannot be written.
         """
-        self._output = self.folder / _STAGING
+        target = self.folder / f"checkpoint-{self.state.global_step}"
         try:
-            clear(self._output)
+            clear(target)  # what a killed command left
             super()._save_checkpoint(model, trial)
         except (RuntimeError, SafetensorError) as error:  # torch and safetensors raise no OSError on a full disk
-            clear(self._output)
+            clear(target)
             raise RunError(
                 f"the checkpoint of step {self.state.global_step} cannot be written to {self.folder} "
                 f"({first_line(error)}); make room on the disk and run the same command again"
             ) from error
-        finally:
-            self._output = self.folder
-        name = f"checkpoint-{self.state.global_step}"
-        staged, target = self.folder / _STAGING / name, self.folder / name
-        (staged / _PICKLED).unlink(missing_ok=True)
-        write_manifest(staged, [path.name for path in staged.iterdir()], step=self.state.global_step)
-        clear(target)  # a damaged one
-        os.rename(staged, target)
+        (target / _PICKLED).unlink(missing_ok=True)
+        write_manifest(target, [path.name for path in target.iterdir()], step=self.state.global_step)
         sync(self.folder)
         for path in self.folder.glob("checkpoint-*"):
             if path != target:

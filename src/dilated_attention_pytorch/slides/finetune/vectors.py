@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training.autocast import autocast
 
-from .cases import CaseEmbeddings, CaseFiles
+from .cases import CaseFiles, embedding_of
 from .labels import LabelledCase
 from .model import SlideModel
 from .results import write_tensors
@@ -119,7 +119,7 @@ class _KeptVectors:
             self.num_saved, self.last = len(self.vectors), time.monotonic()
 
 
-def stored_vectors(embeddings: CaseEmbeddings, cases: Sequence[LabelledCase], layers: Sequence[int]) -> CaseVectors:
+def stored_vectors(paths: Mapping[str, Path], cases: Sequence[LabelledCase], layers: Sequence[int]) -> CaseVectors:
     """The same from files that `embed` wrote.
 
     Raises:
@@ -128,7 +128,7 @@ def stored_vectors(embeddings: CaseEmbeddings, cases: Sequence[LabelledCase], la
     found, problems = dict[str, Tensor](), dict[str, str]()
     for case in cases:
         try:
-            found[case.name] = embeddings.read(case)
+            found[case.name] = embedding_of(case, paths)
         except RunError as error:
             problems[case.name] = str(error)
     for name, of_case in found.items():
