@@ -294,6 +294,19 @@ def test_operations_in_place_change_the_scores_of_a_module_s_own_code() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
+def test_a_part_without_a_pattern_computes_nothing_by_its_own_code() -> None:
+    """GroupViT's configuration of images is in no model of its own, only in layers."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 29}
+    config = transformers.GroupViTConfig(
+        text_config={**sizes, **_TOKENS, "num_hidden_layers": 1},
+        vision_config={**sizes, "depths": [1, 1, 1], "image_size": 32, "num_output_groups": [8, 4, 0]},
+    )
+    model = transformers.GroupViTModel._from_config(config, attn_implementation="dilated").eval()
+    set_pattern(model, PATTERN)
+    with pytest.raises(ValueError, match="needs a pattern, and the model has none in its GroupViTVisionConfig"):
+        model(draw(2, LENGTH), torch.randn(2, 3, 32, 32))
+
+
 def test_weights_of_a_module_s_own_code_are_not_given() -> None:
     model = built("Bloom")
     set_pattern(model, PATTERN)
@@ -319,6 +332,20 @@ def test_a_bounded_cache_refuses_a_model_that_changes_keys_before_its_attention(
         model(draw(2, 3), past_key_values=cache)
         with pytest.raises(RuntimeError, match="changes keys between its cache and its attention"):
             model(draw(2, 3), past_key_values=cache)
+
+
+def test_falcon_s_alibi_is_refused_in_words() -> None:
+    model = set_pattern(built("Falcon", alibi=True), PATTERN)
+    with pytest.raises(NotImplementedError, match="FalconAttention came with numbers for every pair"):
+        model(draw(2, LENGTH))
+
+
+def test_a_list_of_patterns_leaves_a_layer_its_chunks() -> None:
+    models = [set_pattern(built("Llama4"), pattern) for pattern in (PATTERN, [None, PATTERN])]
+    with torch.no_grad():
+        assert torch.equal(logits(models[0], draw(2, LENGTH)), logits(models[1], draw(2, LENGTH)))
+    with pytest.raises(ValueError, match="every layer of the model has a sliding window of 20 tokens"):
+        set_pattern(built("Llama4", layer_types=["chunked_attention"] * 2), PATTERN)
 
 
 def test_chunks_need_all_tokens_of_a_sequence() -> None:

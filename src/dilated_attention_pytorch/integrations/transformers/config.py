@@ -80,17 +80,18 @@ def keep_implementation(config: Any) -> None:
 
 
 def layer_pattern(config: Any, layer: int | None, window: int | None, *, is_causal: bool) -> Pattern:
-    """The pattern of one layer; that of its sliding window of ``window`` tokens if it has one.
+    """The pattern of one layer; that of its sliding window of ``window`` tokens, or of its chunks, if it has them.
 
     Raises:
         TypeError, ValueError: the configuration has no pattern for the layer, or an invalid one.
     """
     entry = getattr(config, FIELD, None)
     chunk = _chunk_of_layer(config, layer)
-    if chunk is not None and (window is not None or not isinstance(entry, dict) or isinstance(entry["pattern"], str)):
-        return _READ[_read(f"DilatedPattern([{chunk}], [1])")]
+    window = chunk if window is None else window
     text = None if entry is None and window is not None else text_of_layer(entry, config, layer, window)
-    if text is None:
+    if text is None and chunk is not None:
+        text = f"DilatedPattern([{chunk}], [1])"
+    elif text is None:
         assert window is not None
         text = f"local_window({window - 1}, {0 if is_causal else window - 1})"
     return _READ[_read(text)]
@@ -151,8 +152,11 @@ def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None
 
 
 def window_of_layer(config: Any, layer: int) -> int | None:
-    """Size of a layer's own sliding window in tokens, the query included; None without one."""
+    """Size of a layer's own sliding window in tokens, the query included, or of its chunks; None without either."""
     types: Sequence[str] | None = getattr(config, "layer_types", None)
+    chunk = _chunk_of_layer(config, layer)
+    if chunk is not None:
+        return chunk
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     window: int | None = getattr(config, "sliding_window", None)
@@ -179,7 +183,7 @@ def check_no_window(config: Any, layer: int) -> None:
         NotImplementedError: it does, so the pattern would be wider than the model's own mask.
     """
     window = window_of_layer(config, layer)
-    if window is not None:
+    if window is not None and _chunk_of_layer(config, layer) is None:  # chunks are in no argument
         raise NotImplementedError(
             f"layer {layer} has a sliding window of {window} tokens in the configuration, and this model does not tell "
             "its attention: set config.sliding_window to None before the model is built and give the window as a "
@@ -188,7 +192,7 @@ def check_no_window(config: Any, layer: int) -> None:
 
 
 def _check_windows_leave_a_layer(config: Any) -> None:
-    if not getattr(config, "is_heterogeneous", False) and not getattr(config, "sliding_window", None):
+    if not any(getattr(config, name, None) for name in ("is_heterogeneous", "sliding_window", "attention_chunk_size")):
         return
     types: Sequence[str] = getattr(config, "layer_types", None) or ()
     idle = {layer for layer, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}

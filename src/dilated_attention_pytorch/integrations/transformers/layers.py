@@ -60,6 +60,7 @@ _OTHER_FORMS = (
     "ProbSparse",
     "Reformer",
     "Rwkv",
+    "SuperGlue",
     "XLNet",
 )
 """In names of classes whose attention is no softmax over all pairs of a sequence, times values."""
@@ -105,7 +106,7 @@ def look_through(model: PreTrainedModel, configs: Sequence[Any], *, is_all_atten
                     '"sdpa" or "eager" for this model, without a pattern'
                 )
             written.append((name, module, config))
-        _check_reads_no_mask(model, name, module)
+        _check_reads_no_mask(model, name, module, config)
         if not is_layer and not is_apart and not _computes_attention(kind) and _is_named_attention(kind):
             rest = rest or f': {kind.__name__} ("{name}") is something else'
     if not layers and not written and is_all_attention:
@@ -257,13 +258,12 @@ def _after_call(model: PreTrainedModel, args: Any, output: Any) -> None:
 # Called at trace time by torch.compile, which reads nothing of what it changes: a graph that breaks is traced again.
 @constant_of_graph
 def _look_through_once(model: PreTrainedModel) -> None:
-    from transformers import PreTrainedModel
-
     if getattr(model, _PROOF):
         return
-    # Include inner models: some are never called as a whole, only their layers are.
-    inside = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    look_through(model, [config for config in inside if config._attn_implementation == NAME], is_all_attention=False)
+    # Include parts that are never called as a whole, and parts whose configuration only their layers have.
+    inside = [config for module in model.modules() if (config := vars(module).get("config")) is not None]
+    chosen = [config for config in inside if getattr(config, "_attn_implementation", None) == NAME]
+    look_through(model, chosen, is_all_attention=False)
     setattr(model, _PROOF, True)
 
 
@@ -282,9 +282,13 @@ def _check_attended(name: str, config: Any, module: nn.Module, args: Any, output
 
 @functools.cache
 def _sources(kind: type[nn.Module]) -> tuple[tuple[str, int], ...]:
-    """The arguments of a layer that bring keys of another sequence, with their positions."""
+    """The first argument of a layer, and those that bring keys of another sequence, with their positions.
+
+    Empty if there are none of these.
+    """
     names = list(inspect.signature(kind.forward).parameters)[1:]
-    return tuple((name, at) for at, name in enumerate(names) if name in _SOURCES)
+    found = [(name, at) for at, name in enumerate(names) if name in _SOURCES]
+    return ((names[0], 0), *found) if found else ()
 
 
 def _note_source(path: str, sources: tuple[tuple[str, int], ...], module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -293,9 +297,10 @@ def _note_source(path: str, sources: tuple[tuple[str, int], ...], module: nn.Mod
     Raises:
         NotImplementedError: they have as many rows as the queries and may be of the same sequence.
     """
-    rows = args[0] if args else next(iter(kwargs.values()))
+    (first, _), *others = sources
+    rows = args[0] if args else kwargs[first]
     is_of_another = False
-    for name, at in sources:
+    for name, at in others:
         given = kwargs.get(name, args[at] if at < len(args) else None)
         if given is None or given is rows:
             continue
@@ -351,12 +356,18 @@ def _check_is_of_one_sequence(model: nn.Module, name: str, layer: nn.Module) -> 
             f'({type(layer).__name__} of "{name}"), and a pattern is of one sequence: use "sdpa" or "eager" for this '
             "model, without a pattern"
         )
+    if "LightGlue" in type(layer).__name__:
+        raise NotImplementedError(
+            f"{type(model).__name__} attends to keypoints, which have no order and of which its results contain the "
+            f'padding ({type(layer).__name__} of "{name}"), and a pattern goes by positions: use "sdpa" or "eager" for '
+            "this model, without a pattern"
+        )
 
 
-def _check_reads_no_mask(model: nn.Module, name: str, module: nn.Module) -> None:
+def _check_reads_no_mask(model: nn.Module, name: str, module: nn.Module, config: Any) -> None:
     """Raise for modules that use the mask otherwise, such as convolutions that skip padding."""
     kind: Any = type(module)
-    if _reads_mask(kind) and not gives_mask_of_pairs(model.config):
+    if _reads_mask(kind) and not gives_mask_of_pairs(config):
         raise NotImplementedError(
             f'{type(model).__name__} reads the values of its attention mask in {kind.__name__} ("{name}"), and '
             'with attn_implementation="dilated" it has none for pairs of tokens: use "sdpa" or "eager" for this model, '

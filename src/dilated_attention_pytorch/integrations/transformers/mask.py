@@ -32,7 +32,8 @@ _READ_BY_THE_MODEL = frozenset(
 
 def gives_mask_of_pairs(config: Any) -> bool:
     """Whether the code of a model needs a mask with the values of every pair."""
-    return getattr(config, "model_type", None) in _READ_BY_THE_MODEL
+    kind = getattr(config, "model_type", None)
+    return kind in _READ_BY_THE_MODEL or (kind == "falcon" and config.alibi)
 
 
 def documents_mask(
@@ -93,7 +94,7 @@ def documents_mask(
             batch_size,
             q_length,
             kv_length,
-            q_offset,
+            q_offset,  # type: ignore[arg-type]  # a tensor from static caches
             kv_offset,
             mask_function or causal_mask_function,
             attention_mask,

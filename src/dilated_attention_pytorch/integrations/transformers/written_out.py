@@ -83,6 +83,8 @@ class _Reading(TorchFunctionMode):
             return scores
         if func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].dim() > 2:
             raise self.site.refuse("takes a softmax of something else than queries times keys")
+        if func is functional.multi_head_attention_forward:
+            raise self.site.refuse("calls multi_head_attention_forward")
         return func(*args, **kwargs)
 
     def _scores(self, func: Any, args: Any, kwargs: Any) -> _Scores | None:
