@@ -221,7 +221,7 @@ class Finetuner:
         make_output(self.output)
         files = None
         if self.encoder is not None:
-            files = CaseFiles(self.paths, self.encoder.config, self.settings.of_reading())
+            files = CaseFiles(self.paths, self.encoder.config, self.settings)
         if files is not None and self._before is None and not self.settings.freeze:
             self._leave_out_unreadable(self._check_files(files, progress), say)
         left = sum(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs())
