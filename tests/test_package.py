@@ -47,6 +47,7 @@ ALLOWED = {
         "errors",
         "html_page",
         "installation",
+        "legacy",
         "machine",
         "memory",
         "models",

@@ -29,9 +29,9 @@ from dilated_attention_pytorch.slides import (
     load_slide_encoder,
     read_slide,
     reading,
-    store,
     worker,
 )
+from dilated_attention_pytorch.slides import folder as output_folder
 from dilated_attention_pytorch.slides.memory import TileLimits, measure_limits
 from dilated_attention_pytorch.slides.store import Store
 from slides.made_slides import CONFIG, SIZE, WIDTH, checkpoint, tiles_of, write_hdf5, write_slides
@@ -737,14 +737,14 @@ def test_a_folder_that_another_command_begins_during_the_check_is_not_a_foreign_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Store(tmp_path / "out", "h5"), Store(tmp_path / "out", "h5")
-    check = store.check_free_folder
+    check = output_folder.check_free_folder
 
     def begin_first(*words: Any, **options: Any) -> None:
-        monkeypatch.setattr(store, "check_free_folder", check)
+        monkeypatch.setattr(output_folder, "check_free_folder", check)
         second.begin({"pooling": "mean"})
         check(*words, **options)
 
-    monkeypatch.setattr(store, "check_free_folder", begin_first)
+    monkeypatch.setattr(output_folder, "check_free_folder", begin_first)
     with pytest.raises(RunError, match="made with other settings"):
         first.check({"pooling": "class"})
     first.check({"pooling": "mean"})

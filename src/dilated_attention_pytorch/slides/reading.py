@@ -16,7 +16,7 @@ from dilated_attention_pytorch.errors import RunError, shortened
 
 from .encoder import SlideEncoderConfig
 from .files import Slide, Source, UnreadableFileError, read_slide
-from .settings import EmbedSettings
+from .settings import TileSettings
 from .titan import TitanConfig
 
 _GIGAPATH = (
@@ -68,7 +68,7 @@ class TileSequence(NamedTuple):
 
 
 def read_sequence(
-    name: str, paths: Sequence[Path], config: SlideEncoderConfig | TitanConfig, settings: EmbedSettings
+    name: str, paths: Sequence[Path], config: SlideEncoderConfig | TitanConfig, settings: TileSettings
 ) -> TileSequence:
     """Read the slides of one sequence in the given order.
 
@@ -94,7 +94,7 @@ def read_sequence(
     return TileSequence(source, slides)
 
 
-def read_tiles(path: Path, config: SlideEncoderConfig | TitanConfig, settings: EmbedSettings) -> TileRows:
+def read_tiles(path: Path, config: SlideEncoderConfig | TitanConfig, settings: TileSettings) -> TileRows:
     """The tiles of a file in the form that the encoder takes.
 
     Raises:
@@ -115,7 +115,7 @@ def read_tiles(path: Path, config: SlideEncoderConfig | TitanConfig, settings: E
             f"pass --tile-size{_guess(slide.spacing)}, and another --output"
         )
     _check_spacing(slide, tile_size, settings.tile_spacing)
-    coordinates = slide.coordinates.round() if settings.vector.rounds else slide.coordinates
+    coordinates = slide.coordinates.round() if settings.rounds else slide.coordinates
     try:
         grid = config.grid_of(coordinates, tile_size)
     except (TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ def read_tiles(path: Path, config: SlideEncoderConfig | TitanConfig, settings: E
     return TileRows(path, slide.features, grid, slide, tile_size)
 
 
-def _check_origin(slide: Slide, settings: EmbedSettings, encoder: str) -> None:
+def _check_origin(slide: Slide, settings: TileSettings, encoder: str) -> None:
     """Raise :class:`RunError` if the file records another tile encoder or magnification than is meant."""
     if slide.encoder is not None and _plain(slide.encoder) != _plain(encoder):
         name = shortened(slide.encoder)

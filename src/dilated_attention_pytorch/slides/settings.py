@@ -20,7 +20,61 @@ _MOST_GIGABYTES = 2**30
 
 
 @dataclass(kw_only=True, slots=True)
-class EmbedSettings:
+class TileSettings:
+    """Options that say what the tiles and the encoder are, and where to compute.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    tile_size: int | None = None
+    """Pixels of a tile in the units of `coords`, for files that do not record them. Default: from each file (TRIDENT:
+    patch_size_level0). A file that records another size is refused."""
+    tile_spacing: int | None = None
+    """Pixels from one tile to the next where tiles overlap or have gaps. Default: the tile size, less an overlap that
+    the file records. A slide whose tiles stand otherwise is refused, as its tile size is probably wrong."""
+    encoder: str | None = None
+    """Tile encoder of the features. A file that records another one is refused. Default: that of the released
+    checkpoint, gigapath or (TITAN) conch_v15."""
+    magnification: float = 20.0
+    """Magnification of the tiles: 20 is 0.5 micrometres a pixel. A file that records another one is refused."""
+    num_heads: int = 16
+    """Heads of the encoder, which the weights do not determine: 16 in the released one."""
+    prefix: str = ""
+    """Load only weights whose names begin with it: "slide_encoder." for a model fine-tuned by GigaPath's program."""
+    device: Device = "auto"
+    """Device; "auto" takes a CUDA device if there is one."""
+    threads: int = 0
+    """CPU threads; 0 leaves the number to PyTorch. Cores of each worker under `--engine ray` without GPUs; 0 is all of
+    the smallest machine."""
+    engine: Engine = "local"
+    """"ray": workers of a Ray cluster share the work, one per GPU or per `--threads` cores. One that dies is
+    replaced."""
+    ray_address: str | None = None
+    """Ray cluster of this machine, "auto" or HOST:PORT. Default: one that is started for this command."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "device", get_args(Device))
+        check_choice(self, "engine", get_args(Engine))
+        check_number(self, "num_heads", least=1)
+        check_number(self, "threads", least=0)
+        check_number(self, "magnification", above=0)
+        for name in ("tile_size", "tile_spacing"):
+            if getattr(self, name) is not None:
+                check_number(self, name, least=1)
+        if self.ray_address is not None and self.engine != "ray":
+            raise ValueError("ray_address is read by engine ray alone; set it, or leave ray_address out")
+        if self.encoder is not None and not self.encoder.strip():
+            raise ValueError("encoder must be a name, got an empty one")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether coordinates that are floats are rounded to pixels before they are divided by the tile size."""
+        return False
+
+
+@dataclass(kw_only=True, slots=True)
+class EmbedSettings(TileSettings):
     """Options of slide embedding besides slides, checkpoint and output folder.
 
     Raises:
@@ -30,17 +84,6 @@ class EmbedSettings:
     format: FileKind = "h5"
     """"h5": one file per slide with `embedding` [E] and `layers` [L + 1, E]. "parquet": one file of one row per slide
     with `embedding` and `layer_0` to `layer_L`; the folder reads as one table (pandas.read_parquet)."""
-    tile_size: int | None = None
-    """Pixels of a tile in the units of `coords`, for files that do not record them. Default: from each file (TRIDENT:
-    patch_size_level0). A file that records another size is skipped."""
-    tile_spacing: int | None = None
-    """Pixels from one tile to the next where tiles overlap or have gaps. Default: the tile size, less an overlap that
-    the file records. A slide whose tiles stand otherwise is skipped, as its tile size is probably wrong."""
-    encoder: str | None = None
-    """Tile encoder of the features. A file that records another one is skipped. Default: that of the released
-    checkpoint, gigapath or (TITAN) conch_v15."""
-    magnification: float = 20.0
-    """Magnification of the tiles: 20 is 0.5 micrometres a pixel. A file that records another one is skipped."""
     like: Like | None = None
     """Compute and write the vector of another tool, equal to its own on the same weights: "gigapath" (class token, last
     layer; the README of prov-gigapath), "gigapath-finetune" (class token, layer 11), "trident" (mean of the tiles,
@@ -61,12 +104,6 @@ class EmbedSettings:
     patients: Path | None = None
     """A CSV file with the columns `slide` and `patient`: the slides of a patient, in its order, are embedded as one
     sequence, and the output folder gets one file per patient."""
-    num_heads: int = 16
-    """Heads of the encoder, which the weights do not determine: 16 in the released one."""
-    prefix: str = ""
-    """Load only weights whose names begin with it: "slide_encoder." for a model fine-tuned by GigaPath's program."""
-    device: Device = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
     precision: EmbeddingPrecision = "float32"
     """Dtype of matrix products and attention, under autocast. GigaPath's own programs use float16 on GPUs."""
     batch_tiles: int | None = None
@@ -75,38 +112,23 @@ class EmbedSettings:
     memory: float | None = None
     """Memory limit in gigabytes besides the weights. Default: half of the free memory for a batch, all of it for a
     single slide. A slide that needs more is skipped."""
-    threads: int = 0
-    """CPU threads; 0 leaves the number to PyTorch. Cores of each worker under `--engine ray` without GPUs; 0 is all of
-    a machine."""
     part: str | None = None
     """Embed one part of the slides alone: 3/16 is the third of 16 parts, which have about equally many tiles. Without
     it, commands over one output folder share all slides; those that torchrun, srun or a Slurm array started begin with
     a part each."""
-    engine: Engine = "local"
-    """"ray": embed by workers of a Ray cluster, one per GPU or per `--threads` cores. One that dies is replaced."""
-    ray_address: str | None = None
-    """Ray cluster of this machine, "auto" or HOST:PORT. Default: one that is started for this command."""
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("format", FileKind),
-            ("device", Device),
-            ("precision", EmbeddingPrecision),
-            ("engine", Engine),
-        ):
+        TileSettings.__post_init__(self)
+        for name, choices in (("format", FileKind), ("precision", EmbeddingPrecision)):
             check_choice(self, name, get_args(choices))
         for name, choices in (("like", Like), ("pooling", Pooling)):
             if getattr(self, name) is not None:
                 check_choice(self, name, get_args(choices))
-        check_number(self, "num_heads", least=1)
-        check_number(self, "threads", least=0)
         if self.part is not None:
             self.numbers_of_part  # noqa: B018 - raises if it is no part
-        for name, least in (("tile_size", 1), ("tile_spacing", 1), ("batch_tiles", 1), ("layer", 0), ("tiles", 0)):
+        for name, least in (("batch_tiles", 1), ("layer", 0), ("tiles", 0)):
             if getattr(self, name) is not None:
                 check_number(self, name, least=least)
-        if self.ray_address is not None and self.engine != "ray":
-            raise ValueError("ray_address is read by engine ray alone; set it, or leave ray_address out")
         if self.like is not None and (self.pooling is not None or self.layer is not None):
             name = "pooling" if self.pooling is not None else "layer"
             raise ValueError(f'{name} is set by like "{self.like}"; leave out one of them')
@@ -119,9 +141,6 @@ class EmbedSettings:
         for what, is_given in in_hdf5.items():
             if is_given and self.format == "parquet":
                 raise ValueError(f"{what} is written in HDF5; leave out format parquet")
-        check_number(self, "magnification", above=0)
-        if self.encoder is not None and not self.encoder.strip():
-            raise ValueError("encoder must be a name, got an empty one")
         if self.memory is not None:
             check_number(self, "memory", above=0, most=_MOST_GIGABYTES)
 
@@ -141,6 +160,11 @@ class EmbedSettings:
         if self.like is not None:
             return VECTORS[self.like]
         return Vector("class" if self.pooling is None else self.pooling, self.layer)
+
+    @property
+    def rounds(self) -> bool:
+        """See the base class."""
+        return self.vector.rounds
 
     def of_result(self, checkpoint: Path, digest: str) -> dict[str, Any]:
         """The options that affect the embeddings, as JSON-serialisable values."""

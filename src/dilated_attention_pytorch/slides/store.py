@@ -14,25 +14,17 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.output import (
-    check_free_folder,
-    check_makeable,
-    make_output,
-    replacing,
-    staged_name,
-    sync,
-)
+from dilated_attention_pytorch.output import make_output, replacing, staged_name, sync
 
 from .encoder import SlideEmbeddings
 from .files import Source, is_same_file
+from .folder import check_same, settings_of
 from .reading import TileSequence
 from .settings import FileKind
 from .tools import Layout
 
 SETTINGS_NAME = "_embed.json"
 """Readers of Parquet folders skip names that begin with an underscore."""
-_OWN_NAMES = f"{SETTINGS_NAME}.*"
-"""What other commands that begin at the same time may have written: settings under way, and locks of slides."""
 _NOT_COMPARED = ("checkpoint",)
 
 
@@ -64,29 +56,10 @@ class Store:
 
     def check(self, made_with: Mapping[str, Any]) -> None:
         """Raise :class:`RunError` unless the folder is free, or holds embeddings made with the same settings."""
-        file = self.folder / SETTINGS_NAME
-        if not file.is_file():
-            try:
-                check_free_folder(self.folder, going_on=", or the one of an earlier `embed` command", beside=_OWN_NAMES)
-                return
-            except RunError:
-                # Another command may have begun the folder meanwhile.
-                if not file.is_file():
-                    raise
-        check_makeable(self.folder)
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RunError(f"{file} is damaged ({error}); pass another --output, or remove the folder") from error
-        before = before if isinstance(before, dict) else {}
-        compared = [name for name in {**made_with, **before} if name not in _NOT_COMPARED]
-        differ = [name for name in compared if before.get(name) != made_with.get(name)]
-        if differ:
-            was = ", ".join(f"{name} {_shown(before, name)}, now {_shown(made_with, name)}" for name in differ)
-            raise RunError(
-                f"--output {self.folder} holds embeddings that were made with other settings ({was}); pass another "
-                "--output, or the same settings again"
-            )
+        before = settings_of(self.folder, SETTINGS_NAME, command="embed")
+        if before is not None:
+            what = "embeddings that were made with other settings"
+            check_same(self.folder, before, made_with, what=what, but=_NOT_COMPARED)
 
     def begin(self, made_with: Mapping[str, Any]) -> None:
         """Create the folder and write the settings of its embeddings; other commands may do so at the same time.
@@ -345,7 +318,3 @@ def _source(stored: Mapping[str, Any], by_patient: bool) -> Source:
         source_bytes=tuple(map(int, sizes)),
         source_mtime_ns=tuple(map(int, times)),
     )
-
-
-def _shown(settings: Mapping[str, Any], name: str) -> str:
-    return str(settings.get(name))[:16]

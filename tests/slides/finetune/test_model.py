@@ -125,7 +125,7 @@ def test_a_step_that_computes_cases_again_has_the_gradients_of_all_at_once(task:
     labels = Labels(task, cases, targets[task], ("a", "b"))
     encoder = load_slide_encoder(cohort.weights, config=CONFIG)
     paths = {path.stem: path for path in cohort.features.iterdir()}
-    files = CaseFiles(paths, encoder.config, small_settings().of_reading())
+    files = CaseFiles(paths, encoder.config, small_settings())
     inputs = Inputs(labels=labels, files=files, vectors=None, device=torch.device("cpu"), precision="float32")
     torch.manual_seed(1)
     model = SlideModel(encoder, CONFIG.embed_dim, (1, 2), labels.num_outputs).train()

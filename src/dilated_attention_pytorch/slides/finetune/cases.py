@@ -15,7 +15,7 @@ from dilated_attention_pytorch.slides.contents import HDF5, num_tiles
 from dilated_attention_pytorch.slides.encoder import SlideEncoderConfig
 from dilated_attention_pytorch.slides.files import UnreadableFileError
 from dilated_attention_pytorch.slides.reading import TileSequence, read_sequence
-from dilated_attention_pytorch.slides.settings import EmbedSettings
+from dilated_attention_pytorch.slides.settings import TileSettings
 from dilated_attention_pytorch.slides.store import SETTINGS_NAME
 
 from .labels import LabelledCase, Labels
@@ -30,7 +30,7 @@ class CaseFiles:
         settings: what the files must agree with, as for :class:`.embedding.Embedder`.
     """
 
-    def __init__(self, paths: Mapping[str, Path], config: SlideEncoderConfig, settings: EmbedSettings) -> None:
+    def __init__(self, paths: Mapping[str, Path], config: SlideEncoderConfig, settings: TileSettings) -> None:
         self.paths, self.config, self.settings = paths, config, settings
         self._tiles: dict[str, int] = {}
 

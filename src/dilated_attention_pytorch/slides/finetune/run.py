@@ -21,10 +21,11 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, set_threads
 from dilated_attention_pytorch.memory import free_memory, in_bytes, is_out_of_memory, return_freed_blocks
-from dilated_attention_pytorch.output import check_free_folder, check_makeable, make_output, write_text
+from dilated_attention_pytorch.output import make_output, write_text
 from dilated_attention_pytorch.slides.checkpoint import load_slide_encoder
 from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderConfig
 from dilated_attention_pytorch.slides.files import Source, find_slides
+from dilated_attention_pytorch.slides.folder import check_same, settings_of
 from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
 
 from .cases import CaseFiles, are_embeddings, pooling_of, without, without_missing
@@ -168,25 +169,13 @@ class Finetuner:
         Raises:
             RunError: it is not free, or belongs to other settings.
         """
-        file = self.output / SETTINGS_NAME
-        if not file.is_file():
-            going_on = ", or the one of an earlier `finetune` command"
-            check_free_folder(self.output, going_on=going_on, beside=f"*{SETTINGS_NAME}.*")
-            return None
-        check_makeable(self.output)
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-            made_with = dict(before["made_with"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{file} is damaged ({error}); pass another --output, or remove the folder") from error
-        differ = [name for name in {**self.made_with, **made_with} if made_with.get(name) != self.made_with.get(name)]
-        if differ:
-            was = ", ".join(f"{n} {str(made_with.get(n))[:16]}, now {str(self.made_with.get(n))[:16]}" for n in differ)
-            raise RunError(
-                f"--output {self.output} holds runs of other settings or files ({was}); pass another --output, or the "
-                "same again"
-            )
-        return dict(before)
+        before = settings_of(self.output, SETTINGS_NAME, command="finetune")
+        if before is not None:
+            made_with = before.get("made_with")
+            if not isinstance(made_with, dict):
+                raise RunError(f"{self.output / SETTINGS_NAME} is damaged; pass another --output, or remove the folder")
+            check_same(self.output, made_with, self.made_with, what="runs of other settings or files")
+        return before
 
     def _leave_out(self, names: list[str]) -> None:
         self.labels = without(self.labels, names)
@@ -221,7 +210,7 @@ class Finetuner:
         make_output(self.output)
         files = None
         if self.encoder is not None:
-            files = CaseFiles(self.paths, self.encoder.config, self.settings.of_reading())
+            files = CaseFiles(self.paths, self.encoder.config, self.settings)
         if files is not None and self._before is None and not self.settings.freeze:
             self._leave_out_unreadable(self._check_files(files, progress), say)
         left = sum(not (folder / RUN_NAME).is_file() for _, _, folder in self._runs())

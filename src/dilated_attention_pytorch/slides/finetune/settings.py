@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.slides.encoder import Pooling
-from dilated_attention_pytorch.slides.settings import EmbedSettings, Engine
-from dilated_attention_pytorch.training.run_settings import LARGEST_SEED, Device, check_choice, check_number
+from dilated_attention_pytorch.slides.settings import TileSettings
+from dilated_attention_pytorch.training.run_settings import LARGEST_SEED, check_choice, check_number
 
 from .labels import Task
 
@@ -20,7 +20,7 @@ _NOT_BINDING = ("device", "threads", "engine", "ray_address", "maps", "skip_miss
 
 
 @dataclass(kw_only=True, slots=True)
-class FinetuneSettings:
+class FinetuneSettings(TileSettings):
     """Options of fine-tuning besides slides, labels, checkpoint and output folder; the defaults of the recipe are those
     of GigaPath's ``scripts/run_panda.sh``.
 
@@ -93,40 +93,17 @@ class FinetuneSettings:
     `dilated-attention heatmap FILE --contribution CLASS` draws it."""
     skip_missing: bool = False
     """Leave out cases whose slides are missing or cannot be read."""
-    tile_size: int | None = None
-    """Pixels of a tile in the units of `coords`, for files that do not record them."""
-    tile_spacing: int | None = None
-    """Pixels from one tile to the next where tiles overlap or have gaps."""
-    encoder: str = "gigapath"
+    encoder: str | None = "gigapath"
     """Tile encoder of the features. A file that records another one is refused."""
-    magnification: float = 20.0
-    """Magnification of the tiles. A file that records another one is refused."""
-    num_heads: int = 16
-    """Heads of the encoder, which the weights do not determine."""
-    prefix: str = ""
-    """Load only weights whose names begin with it."""
-    device: Device = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
     precision: FinetunePrecision = "float32"
     """Dtype of matrix products and attention, under autocast; weights and optimizer are in float32."""
-    threads: int = 0
-    """CPU threads; 0 leaves the number to PyTorch. Cores of each worker under `--engine ray` without GPUs; 0 is all of
-    the smallest machine."""
-    engine: Engine = "local"
-    """"ray": folds and seeds are trained side by side by workers of a Ray cluster."""
-    ray_address: str | None = None
-    """Ray cluster: HOST:PORT or auto. Default: one on this machine for the time of the command."""
 
     def __post_init__(self) -> None:
         if self.task is not None:
             check_choice(self, "task", get_args(Task))
-        for name, choices in (
-            ("precision", FinetunePrecision),
-            ("device", Device),
-            ("pooling", Pooling),
-            ("engine", Engine),
-        ):
-            check_choice(self, name, get_args(choices))
+        TileSettings.__post_init__(self)
+        check_choice(self, "precision", get_args(FinetunePrecision))
+        check_choice(self, "pooling", get_args(Pooling))
         for name in ("folds", "patience", "cases_per_step"):
             check_number(self, name, least=1, most=_MOST)
         for name, value in (("epochs", self.epochs), ("lora", self.lora)):
@@ -154,9 +131,6 @@ class FinetuneSettings:
             )
         if self.freeze and self.lora is not None:
             raise ValueError("freeze trains the classifier alone, and lora adapters too; leave out one of them")
-        if self.ray_address is not None and self.engine != "ray":
-            raise ValueError("ray_address is read by engine ray alone; set it, or leave ray_address out")
-        self.of_reading()
 
     @property
     def num_epochs(self) -> int:
@@ -169,21 +143,6 @@ class FinetuneSettings:
         if self.learning_rate is not None:
             return self.learning_rate
         return 1e-3 if self.freeze else _BASE_RATE * self.cases_per_step / _OF_CASES
-
-    def of_reading(self) -> EmbedSettings:
-        """The options of `embed` that read the files in the same way."""
-        return EmbedSettings(
-            tile_size=self.tile_size,
-            tile_spacing=self.tile_spacing,
-            encoder=self.encoder,
-            magnification=self.magnification,
-            pooling=self.pooling,
-            num_heads=self.num_heads,
-            prefix=self.prefix,
-            device=self.device,
-            precision=self.precision,
-            threads=self.threads,
-        )
 
     def of_result(self) -> dict[str, Any]:
         """The options that affect the results, as JSON-serialisable values."""
