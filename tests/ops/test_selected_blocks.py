@@ -505,7 +505,7 @@ def test_one_graph_under_the_compiler_and_opcheck(impl: str) -> None:
     q, k, v, gates = tensors
     arguments = Call(
         *tensors,
-        case.blocks,
+        blocks=case.blocks,
         block_sizes=(8, 8),
         is_causal=True,
         scale=0.5,
