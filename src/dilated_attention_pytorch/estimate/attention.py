@@ -135,7 +135,7 @@ def operator_bytes(func: Any, args: tuple[Any, ...]) -> int:
         batch_size=call.query.shape[0],
         num_heads=call.query.shape[2],
         num_kv_heads=call.key.shape[2],
-        head_dim=call.query.shape[3],
+        head_dim=max(call.query.shape[3], call.value.shape[3]),
         dtype=call.query.dtype,
         is_padded=call.key_padding_mask is not None,
     )
@@ -147,7 +147,8 @@ def _partial_bytes(query: Tensor, *rest: Any) -> int:
     ratio, (sequences, _, _, num_queries, num_keys, *_), heads, axes = rest[5:9]
     if num_queries * ratio <= native.ROWS_OF_STREAM:
         return 0  # with so few queries, keys are read in place
-    return packed_bytes(num_keys, sequences * len(heads) * math.prod(axes[::4]), query.shape[3], query.dtype)
+    width = max(query.shape[3], rest[1].shape[3])
+    return packed_bytes(num_keys, sequences * len(heads) * math.prod(axes[::4]), width, query.dtype)
 
 
 @dataclass(frozen=True, slots=True)
