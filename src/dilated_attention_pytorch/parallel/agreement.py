@@ -87,7 +87,7 @@ def agree(ranks: Ranks, call: Call, scores: Scores, sharding: Sharding, *, is_ls
             f"position 0: got {num_queries} query rows at {offset} and {num_keys} key rows at {key_offset}"
         )
     asked = default_of(call.impl)
-    impl = select(asked, query.device, query.dtype, query.shape[-1])
+    impl = select(asked, query.device, query.dtype, max(query.shape[-1], call.value.shape[-1]))
     strategy = sharding.strategy
     if strategy == "auto":
         sharded = ShardedCall(pattern, key.shape[2], call.is_causal, offset, documents)

@@ -94,7 +94,7 @@ def test_a_plan_that_was_made_before_gives_the_bits_of_a_new_one(monkeypatch: py
 
     def results(call: Problem) -> list[torch.Tensor]:
         out, lse = launch.forward(call)
-        return [out, lse, *launch.backward(call, out, lse, torch.ones_like(out), lse.clamp(min=0.0))]
+        return [out, lse, *launch.backward(call, out, lse, torch.ones_like(out), lse.clamp(min=0.0))[:3]]
 
     alone = []
     for call in calls:

@@ -139,7 +139,9 @@ def test_operator() -> None:
     query, key, value = buffer(1)
     padding = torch.arange(ROWS, device=DEVICE)[None] % 3 == 1
     position = torch.tensor(7, device=DEVICE)
-    arguments = (query, key, value, position, padding, PATTERNS["groups"].spec, 0.25, 0)
+    biases = torch.randn(query.shape[2], ROWS, device=DEVICE), torch.randn(key.shape[:3], device=DEVICE)
+    value = value[..., :5]
+    arguments = (query, key, value, position, padding, *biases, PATTERNS["groups"].spec, 0.25, 0, 2.0)
     torch.library.opcheck(torch.ops.dilated_attention_pytorch.attend_at, arguments)
 
 
