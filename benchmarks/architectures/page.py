@@ -61,6 +61,13 @@ equals that of dense attention with [`log c`](definition.md#attention-under-coun
 implementation that shares no code with this library; if no attention bypasses the pattern; and if the laws below hold
 wherever they hold for the dense model.
 
+The second implementation has the model's own caps, sinks and biases of the scores. Where a module computes attention
+itself, `log c` is added before the module's own softmax. Attention to another sequence, windows and chunks take no
+counts; a mask of documents takes those of each document's own positions. A model is refused whose attention is another
+function than a softmax over keys times values (deformable, linear, block-sparse, local-sensitive hashing), whose scores
+have a bias of their own for every pair of tokens, whose keys are chosen by content, or whose code calls something with
+its scores that attention does not.
+
 ## Works
 
 | sign | law |

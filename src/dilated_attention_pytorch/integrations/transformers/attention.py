@@ -345,7 +345,9 @@ def _plain_attention(
                 f'of shape {tuple(mask.shape)}: use "sdpa" or "eager" for this model'
             )
         return attend(
-            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             DilatedPattern([max(query.shape[2], key.shape[2])], [1]),
             scale=scaling,
             key_padding_mask=None if mask is None else ~mask[:, 0, 0].expand(len(key), -1),

@@ -91,7 +91,7 @@ class _Reading(TorchFunctionMode):
         if func in _PRODUCTS and len(args) == 2 and all(isinstance(tensor, Tensor) for tensor in args):
             query, key = args
         elif func in (torch.baddbmm, Tensor.baddbmm):
-            bias, query, key = (*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))
+            bias, query, key = [*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs)]
         else:
             return None
         if query.dim() != key.dim() or query.dim() not in (3, 4) or query.shape[-1] == 1:
@@ -108,6 +108,8 @@ class _Reading(TorchFunctionMode):
 
 class _Lazy:
     """A tensor ``[..., N, M]`` that is not computed."""
+
+    name = "scores"
 
     def __init__(self, site: _Site, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.site, self.shape, self.dtype, self.device = site, torch.Size(shape), dtype, device
@@ -160,8 +162,6 @@ class _Lazy:
 
 class _Scores(_Lazy):
     """``scale q k^T`` and the masks and bias that were added to it."""
-
-    name = "scores"
 
     def __init__(self, site: _Site, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> None:
         super().__init__(site, shape, query.dtype, query.device)
