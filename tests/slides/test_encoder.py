@@ -407,6 +407,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"coordinates": torch.full((1, 7, 2), float("nan"))}, "coordinates must be finite"),
     ({"tile_size": 0}, "tile_size must be at least 1, got 0"),
+    ({"num_layers": 9}, "num_layers must be 0 to 1, the layers of the encoder, got 9"),
 ]
 
 

@@ -24,12 +24,9 @@ _BRIGHTEST = 0.99
 class TileScores(NamedTuple):
     """What ``embed --maps``, ``embed --rollout`` or ``finetune --maps`` wrote of a slide."""
 
-    attention: Tensor | None
-    """``[L, H, N]``, probabilities of every layer and head."""
-    rollout: Tensor | None
-    """``[N]``."""
-    contribution: Tensor | None
-    """``[K, N]``, signed."""
+    values: Mapping[str, Tensor]
+    """What the file holds: `attention` ``[L, H, N]``, probabilities of every layer and head; `rollout` ``[N]``;
+    `contribution` ``[K, N]``, signed."""
     outputs: tuple[str, ...]
     """What the K contributions are to: classes, labels or values."""
     coordinates: Tensor
@@ -54,42 +51,29 @@ def read_scores(path: Path, slide: str | None = None) -> TileScores:
 
     try:
         with h5py.File(path, "r") as file:
-            if "coords" not in file or not set(_SCORES) & file.keys():
+            if "coords" not in file or not _AXES.keys() & file.keys():
                 raise RunError(
                     f"{path} holds no scores of tiles; write them with `dilated-attention embed --maps` or --rollout, "
                     "or `finetune --maps`"
                 )
             rows, attributes = _of_slide(file, path, slide)
-            attention, rollout, contribution = (
-                torch.from_numpy(file[name][()]) if name in file else None for name in _SCORES
-            )
-            outputs = () if contribution is None else tuple(map(str, file["contribution"].attrs["scores"]))
-            scores = TileScores(
-                attention,
-                rollout,
-                contribution,
-                outputs,
-                torch.from_numpy(file["coords"][()]),
-                int(attributes["patch_size_level0"]),
-                tuple(float(attributes[name]) for name in _SIZES) if set(_SIZES) <= attributes.keys() else None,  # type: ignore[arg-type]
-            )
+            values = {name: torch.from_numpy(file[name][()]) for name in _AXES if name in file}
+            outputs = tuple(map(str, file["contribution"].attrs["scores"])) if "contribution" in values else ()
+            coordinates, tile_size = torch.from_numpy(file["coords"][()]), int(attributes["patch_size_level0"])
+            sizes = [float(attributes[name]) for name in _SIZES if name in attributes]
     except (OSError, KeyError, IndexError, RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, RunError):
             raise
         raise RunError(f"{path} cannot be read as a file of `embed --maps` ({first_line(error)})") from error
-    found = (attention, rollout, contribution)
-    for name, values, axes in zip(_SCORES, found, (3, 1, 2), strict=True):
-        if values is not None and (values.dim() != axes or scores.coordinates.shape != (values.shape[-1], 2)):
+    for name, of_tiles in values.items():
+        if of_tiles.dim() != _AXES[name] or coordinates.shape != (of_tiles.shape[-1], 2):
             raise RunError(
-                f"{path} has {name} {list(values.shape)} and coords {list(scores.coordinates.shape)}, expected "
+                f"{path} has {name} {list(of_tiles.shape)} and coords {list(coordinates.shape)}, expected "
                 "[layers, heads, tiles], [tiles] of a rollout or [scores, tiles] of contributions, and [tiles, 2]"
             )
-    return scores._replace(
-        attention=None if attention is None else attention[..., rows],
-        rollout=None if rollout is None else rollout[rows],
-        contribution=None if contribution is None else contribution[:, rows],
-        coordinates=scores.coordinates[rows],
-    )
+    chosen = {name: of_tiles[..., rows] for name, of_tiles in values.items()}
+    size = (sizes[0], sizes[1]) if len(sizes) == len(_SIZES) else None
+    return TileScores(chosen, outputs, coordinates[rows], tile_size, size)
 
 
 def _of_slide(file: Any, path: Path, slide: str | None) -> tuple[Tensor | slice, Mapping[str, Any]]:
@@ -110,7 +94,7 @@ def _of_slide(file: Any, path: Path, slide: str | None) -> tuple[Tensor | slice,
     return of_tiles == index, {name: of[index] for name, of in attributes.items()}
 
 
-_SCORES = ("attention", "rollout", "contribution")
+_AXES = {"attention": 3, "rollout": 1, "contribution": 2}
 _SIZES = ("level0_width", "level0_height")
 
 
@@ -120,16 +104,17 @@ def of_attention(scores: TileScores, layer: int | None, head: int | None) -> tup
     Raises:
         RunError: there are no maps, or no such layer or head.
     """
-    if scores.attention is None:
-        others = "--contribution NAME or --rollout" if scores.contribution is not None else "--rollout"
+    if "attention" not in scores.values:
+        others = "--contribution NAME or --rollout" if "contribution" in scores.values else "--rollout"
         raise RunError(f"the file holds no attention: pass {others}, or embed the slide with --maps")
-    layers, heads, _ = scores.attention.shape
+    attention = scores.values["attention"]
+    layers, heads, _ = attention.shape
     layer = layers if layer is None else layer
     if not 1 <= layer <= layers:
         raise RunError(f"--layer must be 1 to {layers}, got {layer}")
     if head is not None and not 0 <= head < heads:
         raise RunError(f"--head must be 0 to {heads - 1}, got {head}")
-    of_layer = scores.attention[layer - 1]
+    of_layer = attention[layer - 1]
     if head is None:
         return of_layer.mean(0), f"attention in layer {layer}, mean of {heads} heads"
     return of_layer[head], f"attention in layer {layer}, head {head}"
@@ -141,9 +126,9 @@ def of_rollout(scores: TileScores) -> tuple[Tensor, str]:
     Raises:
         RunError: the file has none.
     """
-    if scores.rollout is None:
+    if "rollout" not in scores.values:
         raise RunError("the file holds no rollout: embed the slide with --rollout")
-    return scores.rollout, "attention rollout over all layers"
+    return scores.values["rollout"], "attention rollout over all layers"
 
 
 def of_contribution(scores: TileScores, output: str) -> tuple[Tensor, str]:
@@ -152,10 +137,10 @@ def of_contribution(scores: TileScores, output: str) -> tuple[Tensor, str]:
     Raises:
         RunError: the file has none to it.
     """
-    if scores.contribution is None or output not in scores.outputs:
+    if output not in scores.outputs:
         of = f"contributions to {', '.join(scores.outputs)}" if scores.outputs else "no contributions"
         raise RunError(f"--contribution {output}: the file holds {of}; pass one of them, or a file of finetune --maps")
-    return scores.contribution[scores.outputs.index(output)], f"contribution to {output}"
+    return scores.values["contribution"][scores.outputs.index(output)], f"contribution to {output}"
 
 
 def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | None) -> Figure:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .encoder import Pooling, SlideEmbeddings, SlideEncoder, SlideEncoderConfig,
 from .files import Source, UnreadableFileError
 from .memory import TileLimits, measure_limits
 from .reading import TileSequence, read_sequence
-from .settings import EmbedSettings
+from .settings import EmbedSettings, TileSettings
 from .store import SequenceResult, Store
 from .titan import WEIGHTS_NAME, TitanEncoder, load_titan_encoder
 
@@ -302,18 +302,30 @@ def _counting_layers(
             hook.remove()
 
 
+def load_encoder(checkpoint: Path, settings: TileSettings, **options: Any) -> SlideEncoder:
+    """GigaPath's encoder from a file.
+
+    Args:
+        checkpoint: the file.
+        settings: its heads and the prefix of its weights.
+        options: of :class:`SlideEncoderConfig`, which the weights do not determine.
+
+    Raises:
+        RunError: see :func:`load_slide_encoder`.
+    """
+    try:
+        config = SlideEncoderConfig(num_heads=settings.num_heads, embed_dim=4 * settings.num_heads, **options)
+        return load_slide_encoder(checkpoint, config=config, prefix=settings.prefix)
+    except (ValueError, FileNotFoundError) as error:
+        raise RunError(f"--checkpoint {error}") from error
+
+
 def _load(checkpoint: Path, settings: EmbedSettings) -> SlideEncoder | TitanEncoder:
     if checkpoint.is_dir():
         return _load_titan(checkpoint, settings)
     if checkpoint.suffix == ".safetensors":
         require("a .safetensors file", ("safetensors",), "slides")
-    try:
-        config = SlideEncoderConfig(
-            num_heads=settings.num_heads, pooling=settings.vector.pooling, embed_dim=4 * settings.num_heads
-        )
-        encoder = load_slide_encoder(checkpoint, config=config, prefix=settings.prefix)
-    except (ValueError, FileNotFoundError) as error:
-        raise RunError(f"--checkpoint {error}") from error
+    encoder = load_encoder(checkpoint, settings, pooling=settings.vector.pooling)
     layers = encoder.config.num_layers
     for flag, layer in (("--layer", settings.vector.layer), ("--tiles", settings.tiles)):
         if layer is not None and layer > layers:

@@ -22,11 +22,11 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, set_threads
 from dilated_attention_pytorch.memory import free_memory, in_bytes, is_out_of_memory, return_freed_blocks
 from dilated_attention_pytorch.output import make_output, write_text
-from dilated_attention_pytorch.slides.checkpoint import load_slide_encoder
-from dilated_attention_pytorch.slides.encoder import SlideEncoder, SlideEncoderConfig
+from dilated_attention_pytorch.slides.encoder import SlideEncoder
 from dilated_attention_pytorch.slides.files import Source, find_slides
 from dilated_attention_pytorch.slides.folder import check_same, settings_of
 from dilated_attention_pytorch.slides.memory import measure_limits, measure_training_bytes
+from dilated_attention_pytorch.slides.worker import load_encoder
 
 from .cases import CaseFiles, are_embeddings, pooling_of, without, without_missing
 from .labels import read_labels
@@ -90,7 +90,7 @@ class Finetuner:
         # Where Ray computes, the inputs are checked on this machine's CPU.
         self.device = torch.device("cpu" if settings.engine == "ray" else choose_device(settings.device))
         set_threads(settings.threads)
-        with _as_run_error(""):
+        with _as_run_error():
             read = read_labels(
                 labels,
                 task=settings.task,
@@ -147,15 +147,8 @@ class Finetuner:
                 f"--checkpoint {self.checkpoint} is a folder, TITAN's, and fine-tuning trains GigaPath's encoder: pass "
                 "slide_encoder.pth, or embed the slides with TITAN and train on the embeddings (--freeze --layers 6)"
             )
-        config = SlideEncoderConfig(
-            num_heads=settings.num_heads,
-            embed_dim=4 * settings.num_heads,
-            pooling=settings.pooling,
-            dropout=settings.dropout,
-            drop_path=settings.drop_path,
-        )
-        with _as_run_error("--checkpoint "):
-            encoder = load_slide_encoder(self.checkpoint, config=config, prefix=settings.prefix)
+        rates = {"dropout": settings.dropout, "drop_path": settings.drop_path}
+        encoder = load_encoder(self.checkpoint, settings, pooling=settings.pooling, **rates)
         last = encoder.config.num_layers
         if max(settings.layers) > last:
             raise RunError(f"--layers must be 0 to {last}, the layers of {self.checkpoint}, got {max(settings.layers)}")
@@ -181,7 +174,7 @@ class Finetuner:
         self.labels = without(self.labels, names)
         self.left_out = sorted({*self.left_out, *names})
         settings = self.settings
-        with _as_run_error(""):
+        with _as_run_error():
             self.splits = make_splits(
                 self.labels,
                 folds=settings.folds,
@@ -466,11 +459,11 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _as_run_error(begin: str) -> Iterator[None]:
+def _as_run_error() -> Iterator[None]:
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
-        raise RunError(f"{begin}{error}") from error
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def _digest(content: bytes) -> str:
