@@ -28,6 +28,8 @@ from support.processes import fork
 from support.scored_calls import NAMES, ScoredCall, check_budget, gradients, scored
 
 P = DilatedPattern([16, 64], [1, 4])
+_ON_A_CPU: tuple[Impl, ...] = ("reference", "aten", "native")
+IMPLS = [impl for impl in _ON_A_CPU if refusal(impl, torch.device("cpu"), torch.float32, 8) is None]
 
 
 def check_float64(call: ScoredCall, impl: Impl, worst: dict[str, float]) -> None:
@@ -115,6 +117,19 @@ def test_slabs_of_keys_merge_and_sinks_are_added_once() -> None:
         for rows, s in ((slice(0, 40), sinks), (slice(40, 100), None))
     ]
     torch.testing.assert_close(merge(partials).out, whole)
+
+
+@pytest.mark.parametrize("softcap", [1e-40, 0.5, 50.0, 1e30])
+def test_a_scale_of_zero_leaves_the_biases(softcap: float) -> None:
+    q, k, v = (torch.randn(1, 9, 2, 4, requires_grad=True) for _ in range(3))
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    results = []
+    for impl in IMPLS:
+        out = attend(q, k, v, P, is_causal=True, scale=0.0, impl=impl, scores=Scores(softcap, slopes=slopes))
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, slopes))])
+        assert not results[-1][1].any()
+    for got, want in zip(results[-1], results[0], strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_alibi_at_a_distance_of_a_million_keeps_its_digits() -> None:

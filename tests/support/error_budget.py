@@ -74,6 +74,9 @@ def budget_with_scores(
     p_relative = 2 * (score_error.masked_fill(is_apart, 0.0) + exponential) + (num_keys + 32) * a
     spread = p @ v.abs()
     out_error = (p_relative + 3 * u + num_keys * a) * spread
+    if bias is not None:
+        # A partial whose keys are all far has a small weight in the merge, which is rounded as 1 less the other.
+        out_error = out_error + 8 * a * v.abs().amax(-2, keepdim=True)
     lse = torch.where(dead, 0.0, s.masked_fill(dead, 0.0).logsumexp(-1, keepdim=True))
     lse_error = score_error + exponential + (num_keys + 32) * a + 4 * a * lse.abs()
     d_p = g @ v.mT

@@ -88,7 +88,8 @@ Terms terms_of(
   Terms terms{static_cast<float>(scale)};
   if (softcap != 0.0) {  // a cap of 1e-30 or less makes all scores 0
     terms.softcap = static_cast<float>(std::max(softcap, 1e-30));
-    terms.scale_in_caps = static_cast<float>(std::min(scale / softcap, 1e30));
+    // Not subnormal: it is multiplied by the -inf of hidden keys, where a subnormal number may count as 0.
+    terms.scale_in_caps = static_cast<float>(std::clamp<double>(scale / softcap, std::numeric_limits<float>::min(), 1e30));
   }
   if (line) {
     terms.line = line->const_data_ptr<float>();
