@@ -24,6 +24,7 @@ from support.scored_calls import ScoredCall, check_budget, scored
 from support.triton_calls import DEVICE, poisoned, surrounded
 
 PATTERN = DilatedPattern([7, 100], [1, 3])
+IMPLS: tuple[Impl, ...] = ("triton", "reference")
 DRAWS = 30
 """500 in the sweep."""
 TINY = Sizes(
@@ -200,3 +201,13 @@ def test_the_cap_keeps_small_scores_signs_and_nan() -> None:
     x.fill_(math.nan)
     _tanh_kernel[(1,)](x, y, x.numel())
     assert y.isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as above
+def test_a_tiny_cap_makes_all_scores_equal() -> None:
+    operands, _ = call(3)
+    query = operands[0].detach().clone()
+    query[:, 1] = 0.0
+    found, expected = (attend(query, *operands[1:], PATTERN, scores=Scores(softcap=1e-42), impl=impl) for impl in IMPLS)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected)

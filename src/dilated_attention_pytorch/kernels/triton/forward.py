@@ -39,7 +39,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def probabilities_of(score, maximum, total, is_active, scale_log2):
     """One block of the online softmax, in base 2 (Milakov and Gimelshein 2018, arXiv 1805.02867).
 
-    ``score`` is ``q.k``, or with terms the score itself, -inf where a key is not visible; ``scale_log2`` is positive,
+    ``score`` is ``q.k``, or with terms the score itself; -inf where a key is not visible. ``scale_log2`` is positive,
     so that the largest product is the largest score and -inf stays -inf. A row's maximum is scaled; its scores are
     scaled only in the exponent, by the fused multiply-add that subtracts the maximum. Returns the maximum, the sum, the
     factor of the output so far, and the probabilities, all relative to the exponential of the maximum.

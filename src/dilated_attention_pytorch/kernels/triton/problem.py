@@ -196,7 +196,9 @@ class Kind:
     @functools.cached_property
     def cap(self) -> tuple[float, float]:
         """Factor of the products before the terms, and the cap of the scores."""
-        return (self.scale / self.softcap if self.softcap > 0.0 else self.scale), self.softcap
+        if self.softcap == 0.0:
+            return self.scale, 0.0
+        return min(self.scale / self.softcap, 1e30), self.softcap  # not infinite: a product may be 0
 
     @functools.cached_property
     def dropout(self) -> tuple[int, float]:
