@@ -16,6 +16,10 @@ WITHOUT_EFFECT = {
     "nn/multihead.py forward average_attn_weights": "there are no weights to average; PyTorch's modules pass it",
     "ops/device.py forward is_prepared": "its kernels read any rows, so there is nothing to prepare",
     "parent.py end_worker_with_trainer worker": "PyTorch's own signature of a worker_init_fn",
+    "integrations/sparse_models/longformer.py __init__ config": "one signature of all replaced layers",
+    "integrations/sparse_models/long_t5.py __init__ config": "one signature of all replaced layers",
+    "integrations/sparse_models/longformer.py forward attention_mask": "the replaced layer's own signature",
+    "integrations/sparse_models/pegasus_x.py forward options": "the replaced layer's own signature",
     "integrations/transformers/mask.py documents_mask allow_is_causal_skip": "transformers' own signature",
     "integrations/transformers/mask.py documents_mask dtype": "transformers' own signature",
 }
