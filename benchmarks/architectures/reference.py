@@ -209,11 +209,14 @@ def _configs(module: nn.Module, implementation: str | None) -> Iterator[tuple[nn
         yield from _configs(child, implementation)
 
 
-def enter_tables(kind: Any) -> None:
+def enter_tables() -> None:
     """Let models that look their class of attention up by name find that of "eager" under :data:`NAME`."""
-    for value in vars(sys.modules[kind.__module__]).values():
-        if isinstance(value, dict) and isinstance(value.get("eager"), type):
-            value.setdefault(NAME, value["eager"])
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("transformers.models.") or "modeling_" not in name:
+            continue
+        for value in vars(module).values():
+            if type(value) is dict and isinstance(value.get("eager"), type):
+                value.setdefault(NAME, value["eager"])
 
 
 def register_reference() -> None:

@@ -64,8 +64,9 @@ def _config(kind: Kind, level: str) -> Any:
 
 def _build(kind: Kind, config: Any, attention: Any, dtype: torch.dtype | None) -> Any:
     seed()
-    enter_tables(model_class(kind))
-    model = model_class(kind)._from_config(config, attn_implementation=attention)
+    of_kind = model_class(kind)
+    enter_tables()
+    model = of_kind._from_config(config, attn_implementation=attention)
     return model if dtype is None else model.to(dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.integrations import extend_context, register
@@ -142,25 +142,15 @@ def test_rotary_embeddings_of_other_configurations_stay() -> None:
 @pytest.mark.parametrize(
     ("name", "rotary", "words"),
     [
-        ("Falcon", "yarn", "FalconForCausalLM does not use transformers' attention interface"),
+        ("llama", "yarn", "LlamaForCausalLM chooses by content which keys a query sees"),
         ("Phi3", "yarn", "Phi3Config does not take the rotary parameters"),
         ("Phi3", "linear", "Phi3Config does not take the rotary parameters"),
     ],
 )
 def test_models_that_would_be_half_changed_are_refused(name: str, rotary: Any, words: str) -> None:
-    if name == "Falcon":
-        model = FalconForCausalLM(
-            FalconConfig(
-                vocab_size=31,
-                hidden_size=48,
-                num_hidden_layers=1,
-                num_attention_heads=6,
-                max_position_embeddings=OWN,
-                attn_implementation="sdpa",
-            )
-        )
-    else:
-        model = tiny(name, "sdpa", max_position_embeddings=OWN)
+    model = tiny(name, "sdpa", max_position_embeddings=OWN)
+    if name == "llama":
+        model.model.layers[0].self_attn.indexer = type("KeyIndexer", (torch.nn.Module,), {})()
     before, modules = model.config.to_dict(), list(model.modules())
     with pytest.raises(NotImplementedError, match=words):
         extend_context(model, LONG, PATTERN, rotary=rotary)

@@ -16,8 +16,6 @@ import torch
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -402,13 +400,6 @@ def test_models_that_cannot_be_extended_are_refused_by_name(texts: Path, tmp_pat
     LlamaForCausalLM(config(rope_parameters=scaled)).save_pretrained(tmp_path / "scaled")
     with pytest.raises(RunError, match="positions are scaled already"):
         extend(tiny(tmp_path / "scaled", texts), tmp_path / "run", quiet())
-    # What only a forward shows: scores that are capped.
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    Gemma2ForCausalLM(
-        Gemma2Config(vocab_size=256, head_dim=8, num_key_value_heads=2, max_position_embeddings=OWN, **sizes)
-    ).save_pretrained(tmp_path / "capped")
-    with pytest.raises(RunError, match="does not honour softcap"):
-        extend(tiny(tmp_path / "capped", texts), tmp_path / "run", quiet())
     LlamaForCausalLM(config(vocab_size=300)).save_pretrained(tmp_path / "untold")
     with pytest.raises(RunError, match="300 tokens and no tokenizer"):
         extend(tiny(tmp_path / "untold", texts), tmp_path / "run", quiet())

@@ -57,7 +57,7 @@ def extend_context(
     Raises:
         TypeError, ValueError: the length does not exceed L, positions are scaled already, or see :func:`set_pattern`.
         NotImplementedError: the model has no rotary positions of transformers' kind, its configuration rejects
-            scaled ones (Phi-3), or it does not use transformers' attention interface (Falcon). The model is then
+            scaled ones (Phi-3), or its attention takes no pattern (DeepSeek V3.2). The model is then
             unchanged.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
