@@ -35,7 +35,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "tyro>=1.0",
     ),
     "plot": ("matplotlib>=3.8",),
-    "ray": ("ray>=2.51",),
+    "ray": ("numpy", "pandas>=2.2.3", "pyarrow>=18", "ray>=2.51"),
     "report": ("plotly>=6",),
     "slides": ("filelock>=4.3", "h5py>=3.11", "numpy", "pyarrow>=18", "rich>=13", "safetensors>=0.4", "tyro>=1.0"),
     "torchao": ("torchao>=0.18",),

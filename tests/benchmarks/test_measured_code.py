@@ -46,7 +46,7 @@ ELSEWHERE = {
     ("slides/finetune/settings.py", "training/run_settings.py"),
     ("slides/finetune/trainer.py", "training/checkpoint.py"),
     ("slides/finetune/trainer.py", "training/manifest.py"),
-    ("slides/ray_cluster.py", "training/run_settings.py"),
+    ("slides/ray_engine.py", "training/run_settings.py"),
     ("slides/settings.py", "training/run_settings.py"),
 }
 """What one file imports, and no figure of the groups without it depends on."""

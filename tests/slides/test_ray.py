@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.slides import Embedder, EmbedSettings, embedding, ray_cluster, ray_embedding, worker
+from dilated_attention_pytorch.slides import Embedder, EmbedSettings, worker
 from dilated_attention_pytorch.slides.claims import Claims
 from dilated_attention_pytorch.slides.memory import TileLimits
-from dilated_attention_pytorch.slides.ray_cluster import cluster
-from slides.made_slides import checkpoint, tiles_of, write_hdf5, write_slides
+from dilated_attention_pytorch.slides.ray_engine import RayEngine, _packed, _RayWorker, _read, cluster
+from slides.made_slides import CONFIG, checkpoint, tiles_of, write_hdf5, write_slides
 from support.processes import free_port
-
-LIMITS = TileLimits(tile_bytes=10**6, of_batch=1, of_slide=10**9)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -37,38 +34,36 @@ def command(folder: Path, output: str, *words: object) -> list[str]:
     return [str(word) for word in (*begin, "--output", folder / output, *words)]
 
 
-def test_workers_share_the_slides_and_report_what_they_embed_or_cannot(
+def test_the_steps_of_the_pipeline_embed_refuse_and_leave_what_another_process_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a cluster: two workers run here, one after the other; another command holds a slide at first."""
-    monkeypatch.setattr(worker, "measure_limits", lambda *_, **__: LIMITS)
-    monkeypatch.setattr(ray_embedding, "workers_of_cluster", lambda *_: WorkersHere(2, 1, "cpu"))
-    monkeypatch.setattr(ray_embedding, "Queue", lambda **_: queue.SimpleQueue())
-    monkeypatch.setattr(ray_cluster, "cluster", lambda address: contextlib.nullcontext())
-    monkeypatch.setattr(embedding, "_POLL_SECONDS", 0.0)
-    weights, features = checkpoint(tmp_path), tmp_path / "features"
-    write_slides(features, [20, 30, 9])
-    broken = write_hdf5(features / "broken.h5", *tiles_of(9, 0))  # without a tile size
-    Embedder([features], weights, tmp_path / "alone", EmbedSettings()).run()
-    other, said = Claims(tmp_path / "out"), list[str]()
+    limits = TileLimits(tile_bytes=10**6, of_batch=1, of_slide=10**9)
+    monkeypatch.setattr(worker, "measure_limits", lambda *_, **__: limits)
+    weights = checkpoint(tmp_path)
+    paths = write_slides(tmp_path / "features", [20, 30, 9])
+    broken = write_hdf5(tmp_path / "features" / "broken.h5", *tiles_of(9, 0))  # without a tile size
+    settings = EmbedSettings()
+    Embedder([paths[0], paths[1]], weights, tmp_path / "alone", settings).run()
+    inputs = {"inputs": _packed([(path.stem, [path]) for path in (*paths, broken)])}
+    rows = _read(inputs, CONFIG, settings)
+    other = Claims(tmp_path / "out")
     assert other.take("slide2")
-
-    embedder = Embedder([features], weights, tmp_path / "out", EmbedSettings(engine="ray"))
-    outcome = embedder.run(say=said.append, progress=lambda state: other.release_all() if state.slides == 3 else None)
-    assert said == ["2 workers of the Ray cluster share 3 slides", "1 workers of the Ray cluster share 1 slides"]
-    assert (outcome.embedded, outcome.by_others, outcome.tiles) == (3, 0, 59)
-    assert "it does not give its tile size" in outcome.failed[broken]
+    columns: Any = {"read": numpy.array([row["read"] for row in rows], dtype=object)}
+    found = _RayWorker(weights, tmp_path / "out", settings)(columns)
+    assert found["name"] == ["slide0", "slide1", "slide2", "broken"]
+    assert found["is_held"] == [False, False, True, False]
+    assert found["tiles"] == [20, 30, 0, 0]
+    assert found["failed"] == ["", "", "", str(broken)]
+    assert "it does not give its tile size" in found["reason"][3]
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-class WorkersHere(ray_cluster.Workers):
-    """Workers in this process."""
-
-    def work(self, function: Any, arguments: Any, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """See the base class."""
-        for of_call in arguments:
-            function(*of_call)
-            meanwhile()
+def test_batches_hold_as_many_tiles_as_they_may() -> None:
+    engine = RayEngine.__new__(RayEngine)
+    engine._tiles, engine._of_batch = {"a": 5, "b": 4, "c": 50, "d": 1}, 10
+    batches = [*engine._batches([(name, [Path(f"{name}.h5")]) for name in "abcd"])]
+    assert batches[0]["inputs"].tobytes() == _packed([(n, [Path(f"{n}.h5").absolute()]) for n in "ab"]).tobytes()
+    assert len(batches) == 3
 
 
 def test_an_address_that_cannot_be_used_says_so() -> None:
@@ -92,7 +87,7 @@ def workers_of(process: int) -> list[int]:
     def is_below(number: int) -> bool:
         return number == process or (number in parents and is_below(parents[number]))
 
-    return [number for number, name in names.items() if name.startswith("ray::_embed") and is_below(number)]
+    return [number for number, name in names.items() if name.startswith("ray::MapWorker") and is_below(number)]
 
 
 @pytest.mark.slow
@@ -128,5 +123,5 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     write_slides(tmp_path / "features", [9])
     embedder = Embedder([tmp_path / "features"], weights, tmp_path / "out", EmbedSettings(engine="ray", threads=1))
     weights.rename(tmp_path / "moved.pth")
-    with pytest.raises(RunError, match=f"a worker of the Ray cluster: --checkpoint {weights}: there"):
+    with pytest.raises(RunError, match=f"a worker of the Ray cluster cannot start: --checkpoint {weights}: there"):
         embedder.run()

@@ -88,7 +88,7 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     call = call._replace(query=query, key=key, value=value, scale=scale, impl=impl)
     if call.sinks is None and call.shift is None:
         return impl.attend(call)
-    return finished(*impl.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
+    return finished(*impl.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift, is_own=True)
 
 
 def attend(

@@ -12,6 +12,7 @@ from torch import Tensor
 from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .call import Call
+from .derivatives import is_recorded, needs_dispatcher
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,17 +166,24 @@ def with_scores(call: Call, scores: Scores) -> Call:
     )
 
 
-def finished(out: Tensor, lse: Tensor, sinks: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+def finished(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, shift: Tensor | None, *, is_own: bool = False
+) -> tuple[Tensor, Tensor]:
     """The results of an operator, ``L + shift``, with the sinks ``[H]`` in the denominator.
 
-    ``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``.
+    ``O sigmoid(L - sink)`` and ``log(exp(L) + exp(sink))``. ``is_own``: nobody else reads ``out``, which may change.
     """
     if shift is not None:
         lse = lse + shift
     if sinks is None:
         return out, lse
     sinks = sinks.to(lse.dtype)
-    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
+    weight = torch.sigmoid(lse - sinks).unsqueeze(-1)
+    if is_own and not needs_dispatcher(out, lse, sinks) and not is_recorded(out, lse, sinks):
+        out *= weight  # new memory takes longer than the product
+    else:
+        out = (out * weight).to(out.dtype)
+    return out, torch.logaddexp(lse, sinks)
 
 
 def by_distance(

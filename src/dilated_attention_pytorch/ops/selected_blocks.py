@@ -111,7 +111,7 @@ def attend_blocks(
     seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
     query, scale = with_positive_scale(query, scale)
     call = call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
-    out, lse = finished(*chosen.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift)
+    out, lse = finished(*chosen.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift, is_own=True)
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
 

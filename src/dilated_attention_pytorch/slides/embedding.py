@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, require
@@ -20,7 +20,10 @@ from .files import Source, UnreadableFileError, find_slides
 from .patients import read_patients
 from .settings import EmbedSettings
 from .titan import TitanEncoder
-from .worker import Done, Inputs, Worker
+from .worker import Done, Worker
+
+if TYPE_CHECKING:
+    from .ray_engine import RayEngine
 
 _POLL_SECONDS = 1.0
 """Pause before looking again at slides that other commands are embedding."""
@@ -97,7 +100,7 @@ class Embedder:
     def __init__(self, slides: Sequence[Path], checkpoint: Path, output: Path, settings: EmbedSettings) -> None:
         require("embedding slides", PACKAGES[settings.format], "slides")
         if settings.engine == "ray":
-            require("--engine ray", ("ray",), "ray")
+            require("--engine ray", ("pandas", "pyarrow", "ray"), "ray")
         else:
             choose_device(settings.device)
         self.settings = settings
@@ -170,8 +173,6 @@ class Embedder:
         counted = TileProgress({name: sum(map(num_tiles, paths)) for name, paths in left.items()}, progress)
 
         def done(result: Done) -> None:
-            if result.name not in left:  # several workers report what cannot be embedded
-                return
             if result.failed:
                 fail(Path(result.failed), result.reason)
             elif result.tiles:
@@ -183,10 +184,10 @@ class Embedder:
             counted.finish(result.name)
 
         try:
-            with self._engine(say, counted.compute) as work:
+            with self._engine(counted.tiles_of_input) as engine:
                 while left:
                     before_round = len(left)
-                    work([*left.items()], done)
+                    engine.work([*left.items()], done, say=say, computing=counted.compute)
                     if len(left) == before_round:
                         time.sleep(_POLL_SECONDS)
         finally:
@@ -196,15 +197,12 @@ class Embedder:
         return outcome
 
     @contextmanager
-    def _engine(
-        self, say: Callable[[str], None], computing: Callable[[float], None]
-    ) -> Iterator[Callable[[Inputs, Callable[[Done], None]], None]]:
-        """What embeds inputs, and reports each: this process, or a Ray cluster."""
+    def _engine(self, tiles: Mapping[str, int]) -> Iterator[Worker | RayEngine]:
+        """What computes: this process, or a Ray cluster."""
         if self.settings.engine == "local":
-            yield partial(self.worker.work, say=say, computing=computing)
+            yield self.worker
             return
-        from .ray_cluster import cluster
-        from .ray_embedding import embed_on_ray
+        from .ray_engine import RayEngine, cluster
 
         with cluster(self.settings.ray_address):
-            yield partial(embed_on_ray, *self._files, self.settings, self.worker, say)
+            yield RayEngine(self._files, self.settings, self.encoder.config, tiles)

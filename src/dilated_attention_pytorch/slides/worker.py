@@ -70,15 +70,6 @@ class Worker:
         self.made_with = settings.of_result(checkpoint, _digest(checkpoint))
         self.store.check(self.made_with)
 
-    def has(self, name: str, paths: Sequence[Path]) -> bool:
-        """Whether the folder has the embedding of an input.
-
-        Raises:
-            RunError: something else has its name, or a file is missing.
-        """
-        source = Source.of(name, paths)
-        return self.store.is_of(self.store.before(source), source)
-
     def read(self, name: str, paths: Sequence[Path]) -> TileSequence:
         """The tiles of an input; see :func:`read_sequence`."""
         return read_sequence(name, paths, self.encoder.config, self.settings)
@@ -90,6 +81,7 @@ class Worker:
         *,
         say: Callable[[str], None] = lambda sentence: None,
         computing: Callable[[float], None] = lambda tiles: None,
+        read: Callable[[str, Sequence[Path]], TileSequence] | None = None,
     ) -> None:
         """Embed what has no embedding yet, and what no other process is embedding.
 
@@ -99,6 +91,7 @@ class Worker:
                 process is embedding.
             say: called with a message on memory.
             computing: called with the tiles of the current batch that are computed.
+            read: called for the tiles of an input; None = :meth:`read`.
         """
 
         def finish(result: Done) -> None:
@@ -114,10 +107,11 @@ class Worker:
                 if not self.claims.take(name):
                     continue
                 try:
-                    if self.has(name, paths):
+                    source = Source.of(name, paths)
+                    if self.store.is_of(self.store.before(source), source):
                         finish(Done(name))
                         continue
-                    sequence = self.read(name, paths)
+                    sequence = (read or self.read)(name, paths)
                     self._check_size(sequence.num_tiles, self._limits(say))
                 except UnreadableFileError as error:
                     fail(name, error.path, str(error))

@@ -439,10 +439,6 @@ def test_wrong_inputs_are_sentences(cohort: Cohort, finished: Path, tmp_path: Pa
     assert "7 folds need as many patients, got 6" in refusal(cohort, output, folds=7)
     with pytest.raises(RunError, match="--checkpoint must name the weights"):
         Finetuner([cohort.features], cohort.labels, None, output, small_settings())
-    with pytest.raises(
-        RunError, match=r"is a folder, TITAN's, and fine-tuning trains GigaPath's encoder: pass .*--freeze"
-    ):
-        Finetuner([cohort.features], cohort.labels, tmp_path, output, small_settings())
     with pytest.raises(RunError, match="does not exist"):
         Finetuner([tmp_path / "none"], cohort.labels, cohort.weights, output, small_settings())
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")

@@ -91,7 +91,8 @@ class _Reading(TorchFunctionMode):
         if func in _PRODUCTS and len(args) == 2 and all(isinstance(tensor, Tensor) for tensor in args):
             query, key = args
         elif func in (torch.baddbmm, Tensor.baddbmm):
-            bias, query, key = [*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs)]
+            operands = list(args) + [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
+            bias, query, key = operands
         else:
             return None
         if query.dim() != key.dim() or query.dim() not in (3, 4) or query.shape[-1] == 1:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from dilated_attention_pytorch.slides.ray_cluster import cluster, workers_of_cluster
+import ray
+
+from dilated_attention_pytorch.errors import RunError, first_line
+from dilated_attention_pytorch.slides.ray_engine import cluster, workers_of_cluster
 
 from .settings import FinetuneSettings
+
+_RETRIES = 3
+"""How often Ray starts a worker again that was killed; it goes on after the last complete epochs."""
 
 
 def train_on_ray(
@@ -43,7 +50,16 @@ def train_on_ray(
             None if checkpoint is None else checkpoint.absolute(),
             output.absolute(),
         )
-        workers.work(_train, [(*files, of_worker)] * number)
+        task: Any = ray.remote(_train).options(max_retries=_RETRIES, **workers.resources)
+        try:
+            ray.get([task.remote(*files, of_worker) for _ in range(number)])
+        except RunError as error:  # of a task: Ray adds its traceback
+            raise RunError(str(getattr(error, "cause", error))) from error
+        except ray.exceptions.RayError as error:
+            raise RunError(
+                f"a worker of the Ray cluster ended ({first_line(error)}); the same command goes on after the last "
+                "complete epochs"
+            ) from error
 
 
 def _train(
