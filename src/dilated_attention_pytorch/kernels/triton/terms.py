@@ -17,7 +17,7 @@ from .tiles import head_of, lines_at
 TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
-class Terms(NamedTuple):
+class TileTerms(NamedTuple):
     """The terms of the scores of one tile's rows; what stands for a term that the call has not is never read."""
 
     DISTANCE_BIAS: tl.tensor
@@ -33,7 +33,7 @@ class Terms(NamedTuple):
 
 @triton.jit
 def terms_of_queries(TERMS, batch, kv_head, head, row, num_queries, num_keys, OPTIONS: tl.constexpr):
-    """The :class:`Terms` of a tile of query rows; ``head`` is the query head of each."""
+    """The :class:`TileTerms` of a tile of query rows; ``head`` is the query head of each."""
     DISTANCE_BIAS, KEY_BIAS, factor, softcap = TERMS
     diagonal, key_bias = row, row
     if OPTIONS.DISTANCE_BIAS:
@@ -41,12 +41,12 @@ def terms_of_queries(TERMS, batch, kv_head, head, row, num_queries, num_keys, OP
         diagonal = head.to(tl.int64) * (num_queries + num_keys - 1) + num_queries - 1 - tl.maximum(row, 0)
     if OPTIONS.KEY_BIAS:
         key_bias = head_of(KEY_BIAS, batch, kv_head)
-    return Terms(DISTANCE_BIAS, diagonal, key_bias, factor, softcap)
+    return TileTerms(DISTANCE_BIAS, diagonal, key_bias, factor, softcap)
 
 
 @triton.jit
 def terms_of_keys(TERMS, batch, kv_head, row, num_queries, OPTIONS: tl.constexpr):
-    """The :class:`Terms` of a tile of key rows."""
+    """The :class:`TileTerms` of a tile of key rows."""
     DISTANCE_BIAS, KEY_BIAS, factor, softcap = TERMS
     diagonal, key_bias = row, row
     if OPTIONS.DISTANCE_BIAS:
@@ -54,7 +54,7 @@ def terms_of_keys(TERMS, batch, kv_head, row, num_queries, OPTIONS: tl.constexpr
     if OPTIONS.KEY_BIAS:
         BASE, lines = lines_at(KEY_BIAS, batch, row, kv_head)
         key_bias = tl.load(BASE + lines, mask=row >= 0, other=0.0)
-    return Terms(DISTANCE_BIAS, diagonal, key_bias, factor, softcap)
+    return TileTerms(DISTANCE_BIAS, diagonal, key_bias, factor, softcap)
 
 
 @triton.jit
