@@ -119,7 +119,7 @@ TABLE: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 6), query_offset=3), ValueError, "got 6 query rows at 3 and 6 key rows at 0"),
     (lambda: attend(Q, K, K, P, impl="flash"), ValueError, "impl must be one of 'auto', 'triton', 'native', 'aten', 'reference', got 'flash'"),
     (lambda: attend(Q.double(), K.double(), K.double(), P, impl="triton"), NotImplementedError, "impl='triton' cannot compute this call: the Triton kernels accumulate in float32; impl=\"aten\" and impl=\"reference\" compute in float64"),
-    (lambda: attend(*(torch.zeros(1, 3, 1, 264),) * 3, P, impl="triton"), NotImplementedError, "up to 256 wide; use impl=\"aten\""),
+    (lambda: attend(*(torch.zeros(1, 3, 1, 264),) * 3, P, impl="triton"), NotImplementedError, "up to 256 wide, got 264; use impl=\"aten\""),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 5), impl="triton"), ValueError, "cu_seqlens must run from 0 to the number of rows 6, got 0 to 5"),
     (lambda: attend(Q, K, K, P, cu_seqlens=ints(0, 6).to("meta")), ValueError, "cu_seqlens must be on the CPU or on query's device cpu, got meta"),
     (lambda: dilated_attention(Q, K, K, [4], [1], tail="zero_padded", key_offset=2), NotImplementedError, 'use tail="ragged" for slabs'),

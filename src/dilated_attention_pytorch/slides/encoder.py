@@ -180,7 +180,7 @@ class SlideEncoder(nn.Module):
         super().__init__()
         self.config = config
         with torch.device(torch.get_default_device() if device is None else device):
-            self.patch_embed = nn.ModuleDict({"proj": nn.Linear(config.feature_dim, config.embed_dim)})
+            self.patch_embed = _PatchEmbedding(config)
             self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
             self.encoder = _Layers(config)
             self.norm = nn.LayerNorm(config.embed_dim, eps=_OUTPUT_EPS)
@@ -260,7 +260,7 @@ class SlideEncoder(nn.Module):
             rows = RankRows(features.shape[0], rows.length, mesh)
             features, grid = (part[:, rows.tiles].to(token.device) for part in (features, grid))
             num_tokens = rows.num_tokens
-        x = project(self.patch_embed["proj"], features.to(token.dtype))
+        x = self.patch_embed(features.to(token.dtype))
         # Not kept in a buffer: after to_empty nothing would fill it again.
         positions = position_table(self.config.grid_size, self.config.embed_dim).to(token)
         # The first half of the width encodes the second coordinate.
@@ -377,6 +377,16 @@ def pack_slides(slides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Te
     lengths = torch.tensor([0, *(features.shape[0] for features, _ in slides)], dtype=torch.int32)
     features, coordinates = (torch.cat(parts)[None] for parts in zip(*slides, strict=True))
     return features, coordinates, lengths.cumsum(0, dtype=torch.int32)
+
+
+class _PatchEmbedding(nn.Module):
+    def __init__(self, config: SlideEncoderConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.feature_dim, config.embed_dim)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[B, N, C]`` to ``[B, N, E]``."""
+        return project(self.proj, features)
 
 
 class _Layers(nn.Module):
