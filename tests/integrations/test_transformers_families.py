@@ -352,3 +352,33 @@ def test_chunks_need_all_tokens_of_a_sequence() -> None:
     model = set_pattern(built("Llama4", attention_chunk_size=8), WHOLE)
     with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8\).*pass use_cache=False"):
         model.generate(draw(2, 7), max_new_tokens=9, do_sample=False)
+
+
+def matcher(name: str) -> Any:
+    """A model that matches the keypoints of two images."""
+    points = {"model_type": "superpoint", "encoder_hidden_sizes": [8] * 4, "decoder_hidden_size": 8}
+    sizes: dict[str, Any] = {"keypoint_detector_config": {**points, "descriptor_decoder_dim": 16}}
+    if name == "LightGlue":
+        sizes |= {"descriptor_dim": 16, "num_hidden_layers": 2}
+    else:
+        sizes |= {"hidden_size": 16, "keypoint_encoder_sizes": [8], "gnn_layers_types": ["self", "cross"] * 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, initializer_range=0.3)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForKeypointMatching")(config).double().eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LightGlue", "SuperGlue"])
+def test_keypoints_of_two_images_are_matched_as_by_eager(name: str) -> None:
+    images = torch.rand(2, 2, 3, 48, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model, eager = set_pattern(matcher(name), WHOLE), matcher(name)
+    for pairs in (images, images[:, :1].expand(-1, 2, -1, -1, -1)[:1]):
+        out, expected = model(pairs), eager(pairs)
+        real = expected.mask.bool()
+        assert bool(real.all()) == (pairs is not images)  # padding in the first call alone
+        scale = expected.matching_scores.max()
+        close(out.matching_scores[real] / scale, expected.matching_scores[real] / scale)
+        assert torch.equal(out.matches[real], expected.matches[real])
+    changed = set_pattern(model, PATTERN)(pairs).matching_scores
+    assert not torch.allclose(changed / scale, expected.matching_scores / scale, atol=1e-3)
