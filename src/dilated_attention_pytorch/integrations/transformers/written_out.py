@@ -45,7 +45,9 @@ def write_under_pattern(module: nn.Module) -> None:
     module.forward = functools.partial(_forward, module)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(
+    reason="a layer that computes attention itself runs outside of the graph under a pattern: compile without fullgraph"
+)
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     forward = type(module).forward
     config, _ = getattr(module, OWN_LAYER)
