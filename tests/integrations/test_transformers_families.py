@@ -75,19 +75,23 @@ SLOW = {"Gemma3", "KimiLinear", "Mistral4", "GPTJ", "Falcon", "UMT5"}
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SIZES]
 
 
+def with_random_weights(model: Any) -> Any:
+    """The model in float64 for inference; equal weights for equal calls."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.double().parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model.eval()
+
+
 def built(name: str, attention: str = "eager", **changes: Any) -> Any:
-    """A model in float64 with random numbers for all its weights; equal weights for equal calls."""
+    """A model with random numbers for all its weights."""
     prefix = f"{name}Text" if name in ("Gemma3", "Llama4") else name
     config = getattr(transformers, f"{prefix}Config")(**SIZES[name] | changes)
     config._attn_implementation = attention
     config._experts_implementation = "eager"
     suffix = "ForConditionalGeneration" if "T5" in name else "ForCausalLM"
-    model = getattr(transformers, name + suffix)(config).double().eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
+    return with_random_weights(getattr(transformers, name + suffix)(config))
 
 
 def logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -420,6 +424,23 @@ def test_chunks_need_all_tokens_of_a_sequence() -> None:
     model = set_pattern(built("Llama4", attention_chunk_size=8), WHOLE)
     with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8\).*pass use_cache=False"):
         model.generate(draw(2, 7), max_new_tokens=9, do_sample=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_attention_to_another_sequence_has_the_model_s_cap(is_padded: bool) -> None:
+    stack = {**SIZES["Gemma2"], "sliding_window": 30}
+    config = transformers.T5GemmaConfig(encoder=stack, decoder=stack, **_TOKENS)
+    config._attn_implementation = "eager"
+    kind = transformers.T5GemmaForConditionalGeneration
+    eager, model = (with_random_weights(kind(copy.deepcopy(config))) for _ in range(2))
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, 17:] = 1 - is_padded
+    out, expected = (
+        each(draw(2, LENGTH), attention_mask=mask, decoder_input_ids=draw(2, 11), use_cache=False).logits
+        for each in (set_pattern(model, WHOLE), eager)
+    )
+    close(out, expected)
 
 
 def matcher(name: str) -> Any:
