@@ -263,6 +263,8 @@ class Odd(nn.Module):
                 del self.num_attention_heads
                 flat = query.flatten(0, 1)
                 return torch.bmm(torch.bmm(flat, flat.transpose(1, 2)).softmax(-1), flat), None
+            case "multiplies a tensor .* that does not have its 4 heads":
+                weights = torch.bmm(hidden[:1], hidden[:1].transpose(1, 2)).softmax(-1)
             case _:
                 raise AssertionError(self.what)
         return (weights @ query).transpose(1, 2).flatten(2), None
@@ -275,7 +277,7 @@ ODD = [
     "keeps its scores where a mask is False", "reshapes its scores", "calls masked_fill of its weights",
     "takes a softmax of something else", "does not say how many heads", "adds a bias of its own to",
     "adds scores to its scores", "divides by its scores", "calls cat with its scores", "calls getitem with its scores",
-    "calls add with its scores .*alpha",
+    "calls add with its scores .*alpha", "multiplies a tensor .* that does not have its 4 heads",
 ]  # fmt: skip
 
 
