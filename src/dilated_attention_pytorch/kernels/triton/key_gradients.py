@@ -206,7 +206,6 @@ def key_gradient_kernel(
             of_query, of_grad = head_of(QUERY, batch, head), head_of(GRAD_OUT, batch, head)
             lines = batch * num_queries * num_heads + head
             queries = Queries(of_query, of_grad, LSE + lines, DELTA + lines, num_heads, query_offset)
-            of_head = bias_of_head(TERMS, head, num_queries, num_keys, OPTIONS) if TERMS is not None else head
             state_of_head = head_state(dropout.seed, batch, head) if OPTIONS.DROPOUT else head
             grad_key, grad_value, grad_key_bias = _key_blocks(
                 key,
@@ -228,7 +227,7 @@ def key_gradient_kernel(
                 state_of_head,
                 key_states,
                 terms,
-                of_head,
+                bias_of_head(TERMS, head, num_queries, num_keys, OPTIONS),
                 scale_log2,
                 GRAD_KEY_BIAS is not None,
                 OPTIONS,

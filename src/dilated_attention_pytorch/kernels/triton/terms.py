@@ -91,10 +91,12 @@ def terms_of_keys(TERMS, batch, kv_head, row, ahead, num_queries, num_keys, OPTI
 @triton.jit
 def bias_of_head(TERMS, head, num_queries, num_keys, OPTIONS: tl.constexpr):
     """Index in ``DISTANCE_BIAS`` where a head's begin; with coordinates, the head's bias of a distance of 1."""
-    DISTANCE_BIAS, _, _, _, _ = TERMS
+    of_head = head
     if OPTIONS.COORDINATES:
-        return tl.load(DISTANCE_BIAS + head)
-    return head * (num_queries + num_keys - 1)
+        of_head = tl.load(TERMS[0] + head)
+    elif OPTIONS.DISTANCE_BIAS:
+        of_head = head * (num_queries + num_keys - 1)
+    return of_head
 
 
 @triton.jit
