@@ -16,7 +16,7 @@ from dilated_attention_pytorch.kernels import native, products
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.masks import Masks, ScoreTerms
 from dilated_attention_pytorch.kernels.partial import PRODUCTS, Kernel, MergedViews, PartialCall
-from dilated_attention_pytorch.kernels.products import LOG2_E, KeepFactors, Result, ScoreBlock, Terms
+from dilated_attention_pytorch.kernels.products import LOG2_E, BlockTerms, KeepFactors, Result, ScoreBlock
 from dilated_attention_pytorch.plan.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.plan.gathered import Gathered
 from dilated_attention_pytorch.plan.geometry import Partial
@@ -236,7 +236,7 @@ class Work:
         operands = views["query"], views["key"], views["value"]
         return PartialCall(*operands, bias, factors, terms, is_causal(partial), self.scale)
 
-    def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> Terms | None:
+    def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> BlockTerms | None:
         """Terms of the scores of a partial over views; None without any but a bias of keys.
 
         ``grad_distance_bias [H, distances]``: the gradient of the bias by distance is added to it.
@@ -245,7 +245,7 @@ class Work:
         if terms is None or not (terms.is_by_distance or terms.softcap):
             return None
         if not terms.is_by_distance:
-            return Terms(terms.softcap)
+            return BlockTerms(terms.softcap)
 
         def places(block: ScoreBlock) -> tuple[Tensor, Tensor]:
             """Query heads, and distances of all pairs."""
@@ -256,7 +256,7 @@ class Work:
             assert terms.bias_at is not None
             assert grad_distance_bias is None
             bias_at = terms.bias_at
-            return Terms(terms.softcap, lambda block: bias_at(*places(block)))
+            return BlockTerms(terms.softcap, lambda block: bias_at(*places(block)))
         if terms.coordinates is not None:
             return _terms_in_the_plane(terms.softcap, terms.distance_bias, views, grad_distance_bias)
         distance_bias, last = terms.distance_bias.reshape(-1), terms.distance_bias.shape[1] - 1
@@ -270,7 +270,7 @@ class Work:
             assert grad_distance_bias is not None
             grad_distance_bias.view(-1).index_add_(0, index(block).flatten(), grad_scores.flatten())
 
-        return Terms(
+        return BlockTerms(
             terms.softcap,
             lambda block: distance_bias[index(block)],
             None if grad_distance_bias is None else add_gradient,
@@ -293,7 +293,7 @@ class Work:
         return factors
 
 
-def _terms_in_the_plane(softcap: float, of_a_unit: Tensor, views: PartialViews, grad: Tensor | None) -> Terms:
+def _terms_in_the_plane(softcap: float, of_a_unit: Tensor, views: PartialViews, grad: Tensor | None) -> BlockTerms:
     """Terms with the bias ``of_a_unit [H, 1]`` times the distance of two coordinates; its gradient is added to."""
 
     def heads(block: ScoreBlock) -> Tensor:
@@ -309,7 +309,7 @@ def _terms_in_the_plane(softcap: float, of_a_unit: Tensor, views: PartialViews, 
         of_rows = (grad_scores * distance(block)).sum(-1)
         grad.view(-1).index_add_(0, heads(block).flatten(), of_rows.flatten())
 
-    return Terms(
+    return BlockTerms(
         softcap,
         lambda block: of_a_unit.view(-1)[heads(block)].unsqueeze(-1) * distance(block),
         None if grad is None else add_gradient,
