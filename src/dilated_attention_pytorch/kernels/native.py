@@ -104,6 +104,11 @@ class Terms(NamedTuple):
     """Index of the number of distance 0."""
     key_bias: Tensor | None = None
     """float32 ``[B, M, G]``, finite; its rows and heads are those of the keys."""
+    coordinates: Tensor | None = None
+    """float32 ``[B, 2, M]``, contiguous, of the rows of the keys; ``line`` is then ``[H, 1]``, the bias of a unit of
+    distance, and the pairs of a row with a NaN have none. Not for remote keys."""
+    first_query: int = 0
+    """The row of ``coordinates`` that belongs to query row 0."""
 
 
 NO_TERMS = Terms()
@@ -166,7 +171,9 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
     origins = [*of_out, *(_origin_of_remote(partial) if operands.is_remote else WHOLE)]
     terms = operands.terms or NO_TERMS
     assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
-    rest = (*geometry, *operands.options, None if units is None else units.gates, *terms)
+    if terms.coordinates is not None:
+        raise NotImplementedError
+    rest = (*geometry, *operands.options, None if units is None else units.gates, *terms[:4])
     torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
 
@@ -203,7 +210,9 @@ def add_gradients(
     of_units = None if gates is None else torch.zeros_like(gates)
     terms = operands.terms or NO_TERMS
     assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
-    rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms]
+    if terms.coordinates is not None:
+        raise NotImplementedError
+    rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms[:4]]
     rest += of_units, grad_line, grad_key_bias
     torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
     if units is not None and of_units is not None and grad_gates is not None:
