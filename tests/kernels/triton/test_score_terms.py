@@ -163,6 +163,33 @@ def test_a_bias_that_is_not_trained_is_not_added_up(monkeypatch: pytest.MonkeyPa
         results(operands, scores, "triton")
 
 
+def in_the_plane(slopes: Tensor, places: Tensor) -> Scores:
+    return Scores(2.0, slopes=slopes, coordinates=places)
+
+
+def test_a_gradient_of_distances_in_the_plane_adds_up_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise AssertionError("atomic additions")
+
+    monkeypatch.setattr(launch, "_check_determinism", refuse)
+    operands, _ = call(19)
+    slopes, places = torch.tensor([0.5, 0.25], device=DEVICE, requires_grad=True), torch.randn(1, 19, 2, device=DEVICE)
+    expected = results(operands, in_the_plane(slopes, places), "reference")
+    found, again = (results(operands, in_the_plane(slopes, places), "triton") for _ in range(2))
+    for got, repeated, want in zip(found, again, expected, strict=True):
+        assert torch.equal(got, repeated)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    fixed = results(operands, in_the_plane(slopes.detach(), places), "triton")
+    assert all(torch.equal(got, want) for got, want in zip(fixed, found[:-1], strict=True))
+
+
+def test_moving_the_plane_changes_no_bit() -> None:
+    operands, _ = call(19)
+    slopes, places = torch.tensor([0.5, 0.25], device=DEVICE, requires_grad=True), torch.randint(40, (1, 19, 2)) / 8.0
+    near, far = (results(operands, in_the_plane(slopes, (places + by).to(DEVICE)), "triton") for by in (0, 2**20))
+    assert all(torch.equal(got, want) for got, want in zip(far, near, strict=True))
+
+
 def test_a_bias_is_trained_under_a_transform() -> None:
     operands, scores = call(9)
     assert scores.slopes is not None

@@ -243,10 +243,9 @@ def _documents(problem: Problem) -> Tensor:
 def _optional(problem: Problem, kind: Kind) -> Operands:
     """The optional operands; any tensor stands for a mask and a seed that are not given."""
     mask, seed = problem.key_padding_mask, problem.dropout_seed
-    distance_bias, key_bias = problem.distance_bias, problem.key_bias
+    key_bias = problem.key_bias
     terms = (
-        None if distance_bias is None else distance_bias.contiguous(),
-        problem.coordinates,
+        *(None if x is None else x.contiguous() for x in (problem.distance_bias, problem.coordinates)),
         None if key_bias is None else (key_bias, *key_bias.stride()),
         *kind.cap,
     )

@@ -28,8 +28,7 @@ class Problem:
     the forward under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and
     ``key_offset + M - N``. Terms of the scores (:mod:`.terms`) are ``distance_bias``, float32 ``[H, N + M - 1]``,
     ``key_bias``, float32 ``[B, M, G]``, and ``softcap``, 0 for no cap. With ``coordinates``, float32 ``[B, 2, M]``,
-    contiguous, ``distance_bias`` is ``[H, 1]``, every query is at the position of a key row, and its offset is an
-    integer.
+    ``distance_bias`` is ``[H, 1]``, and every query has the position of a key, by an integer ``query_offset``.
     """
 
     query: Tensor
