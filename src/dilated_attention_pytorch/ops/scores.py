@@ -33,9 +33,9 @@ class Scores:
         distance_bias: ``[H, 2 W + 1]``, bias ``distance_bias[h, clamp(t - p, -W, W) + W]``; see :meth:`t5`.
         key_bias: ``[B, M]`` or ``[B, M, G]``, bias of every key, per sequence and key/value head; finite. Hide keys by
             ``key_padding_mask``.
-        coordinates: ``[B, M, 2]``, coordinates x of the positions of the keys, among which the queries lie: slopes are
-            then of Euclidean distances in the plane (TITAN, arXiv 2411.19666). A row of NaN has no place, as a class
-            token, and its pairs no bias. They are rounded to the dtype of the scores and have no gradient.
+        coordinates: ``[B, M, 2]``, coordinates x of the positions of the keys, among which the queries lie; slopes are
+            then of Euclidean distances in the plane (TITAN, arXiv 2411.19666). They are finite; a row of NaN has no
+            place, as a class token, and its pairs no bias. Rounded to the dtype of the scores, without a gradient.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape or range.
