@@ -171,6 +171,49 @@ def test_a_call_takes_by_itself_what_is_planned(pattern: Pattern, dtype: torch.d
     assert planned == pytest.approx(int(program.stdout) - results, abs=3e6 + 0.1 * planned)
 
 
+PEAK_OF_GRADIENTS = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from dilated_attention_pytorch import DilatedPattern, attend
+from dilated_attention_pytorch.estimate.attention import operator_bytes
+from dilated_attention_pytorch.estimate.live_bytes import LiveBytes
+from dilated_attention_pytorch.memory import peak_memory
+from dilated_attention_pytorch.ops import Scores
+
+def attended(dtype, length):
+    leaves = [torch.randn(2, length, 64, width, dtype=dtype, requires_grad=True) for width in (4, 4, 12)]
+    slopes = torch.rand(64, requires_grad=True)
+    pattern = DilatedPattern([128, 512], [1, 2])
+    return attend(*leaves, pattern, scores=Scores(slopes=slopes), impl="native"), [*leaves, slopes]
+
+def gradients(out, leaves):
+    return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+for dtype in (torch.float32, torch.bfloat16):
+    gradients(*attended(dtype, 64))
+    of_call = attended(dtype, 4096)
+    found, _ = peak_memory(lambda: gradients(*of_call), torch.device("cpu"))
+    out, leaves = of_call
+    found -= out.nbytes + sum(leaf.nbytes for leaf in leaves[:3]) + 4 * 64 * (2 * 4096 - 1)
+    with FakeTensorMode(), LiveBytes(own_bytes=operator_bytes) as live:
+        live.is_recording = True
+        gradients(*attended(dtype, 4096))
+    (planned,) = (moment.own for moment in live.moments if moment.attention == "attend_backward")
+    print(found, planned)
+"""
+
+
+@pytest.mark.skipif(refusal("native", torch.device("cpu"), torch.float32, 64) is not None, reason="no native kernels")
+def test_gradients_of_slopes_and_of_wide_values_take_what_is_planned() -> None:
+    command = [sys.executable, "-c", PEAK_OF_GRADIENTS]
+    program = subprocess.run(
+        command, env=environment(**BLOCKS_OF_THEIR_OWN), capture_output=True, text=True, check=True, timeout=300
+    )
+    for line in program.stdout.splitlines():
+        found, planned = map(int, line.split())
+        assert planned == pytest.approx(found, abs=1e6 + 0.05 * planned)
+
+
 def test_a_text_of_a_billion_tokens_is_planned_with_a_full_cache() -> None:
     settings = _settings(DILATED)
     most = 16 + 32 + 64
