@@ -30,7 +30,7 @@ _KEPT = 2
 """Factor for temporaries: freed pages that the C library retains count as used."""
 _LIBRARY = 192 << 20
 """Bytes that PyTorch loads and compiles at the first call of a process: 83 to 145 MiB were measured on a CPU."""
-_GRADIENTS = 4
+GRADIENTS = 4
 """Operands of ``attend_backward`` before those of the call."""
 
 
@@ -126,7 +126,7 @@ def operator_bytes(func: Any, args: tuple[Any, ...]) -> int:
         return 0
     if func.namespace == "dilated_attention_native":
         return 0 if is_backward else _partial_bytes(*args)
-    call = call_of(*args[_GRADIENTS if is_backward else 0 :])
+    call = call_of(*args[GRADIENTS if is_backward else 0 :])
     if not call.impl.is_in_place:
         return 0 if call.key_padding_mask is None else call.key.nbytes + call.value.nbytes
     assert call.pattern is not None
