@@ -3,13 +3,15 @@
     python -m benchmarks.scores [--rows N ...]
 
 All calls of a line are timed in turns. "values" compares values 128 wide under keys 192 wide with the same values
-padded to 192. The slopes, the table and the sinks have gradients, as they have in training.
+padded to 192. "coordinates" are slopes of distances in a square grid of tiles. The slopes, the table and the sinks have
+gradients, as they have in training.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,17 +44,22 @@ class OfScores(StudyOfCalls):
 
 def terms() -> dict[str, tuple[Tensor, ...]]:
     """The tensors of every case; all require gradients."""
-    slopes = 2.0 ** -torch.arange(1.0, HEADS + 1)
+    slopes = (2.0 ** -torch.arange(1.0, HEADS + 1)).requires_grad_()
     return {
         "none": (),
         "softcap": (),
-        "slopes": (slopes.requires_grad_(),),
+        "slopes": (slopes,),
+        "coordinates": (slopes,),
         "distance_bias": (torch.randn(HEADS, 257, requires_grad=True),),
         "sinks": (torch.randn(HEADS, requires_grad=True),),
     }
 
 
-def scores_of(name: str, tensors: tuple[Tensor, ...]) -> Scores | None:
+def scores_of(name: str, tensors: tuple[Tensor, ...], rows: int) -> Scores | None:
+    if name == "coordinates":
+        tiles = torch.arange(rows)
+        edge = math.isqrt(rows)
+        return Scores(slopes=tensors[0], coordinates=torch.stack((tiles // edge, tiles % edge), -1).unsqueeze(0))
     if name == "none":
         return None
     if name == "softcap":
@@ -63,7 +70,7 @@ def scores_of(name: str, tensors: tuple[Tensor, ...]) -> Scores | None:
 
 def call(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, name: str, tensors: Any, is_training: bool) -> None:
     with torch.set_grad_enabled(is_training):
-        out = attend(q, k, v, pattern, is_causal=True, scores=scores_of(name, tensors))
+        out = attend(q, k, v, pattern, is_causal=True, scores=scores_of(name, tensors, q.shape[1]))
     if is_training:
         torch.autograd.grad(out, (q, k, v, *tensors), torch.ones_like(out))
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.data_sheets import sheet_of
@@ -29,9 +36,22 @@ PATTERN = DilatedPattern([16, 64], [1, 2])
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 CONFIGS = [
     LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2),
-    Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=4),
+    # A window in one of its layers.
+    Gemma2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=7),
     GPTNeoXConfig(**SIZES, num_attention_heads=4),
 ]
+# Values of another width than keys.
+LATENT = DeepseekV3Config(
+    **SIZES,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=12,
+    first_k_dense_replace=2,
+)
 
 
 def _run(config: PreTrainedConfig, folder: Path) -> PretrainedRun:
@@ -51,7 +71,7 @@ def test_a_step_on_tensors_that_hold_nothing_has_the_bytes_of_the_real_one(
     assert fake == real
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [*CONFIGS, LATENT], ids=lambda config: config.model_type)
 def test_operations_are_those_that_pytorch_counts(config: PreTrainedConfig, tmp_path: Path) -> None:
     run = _run(config, tmp_path)
     register()
@@ -89,12 +109,13 @@ def test_a_chunk_of_a_prompt_has_the_logits_of_one_token(tmp_path: Path) -> None
     assert found.of_batch < 4 * 128 * 5003
 
 
-def test_the_cache_of_a_generation_has_the_bytes_that_were_planned(tmp_path: Path) -> None:
-    run = _run(CONFIGS[0], tmp_path)
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.model_type)
+def test_the_cache_of_a_generation_has_the_bytes_that_were_planned(config: PreTrainedConfig, tmp_path: Path) -> None:
+    run = _run(config, tmp_path)
     register()
     model = set_pattern(AutoModelForCausalLM.from_config(run.config).eval(), PATTERN)
     cache = BoundedCache(model.config)
-    prompt = torch.zeros(2, 150, dtype=torch.int64)
+    prompt = torch.full((2, 150), 5)  # 0 is padding for some
     model.generate(prompt, past_key_values=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False)
     generation = Generation(prompt=150, new_tokens=20)
     plan = plan_pretrained_generation(run, sheet_of("H200"), generation)

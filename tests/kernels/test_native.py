@@ -52,6 +52,7 @@ def outcome(
     impl: Impl,
     terms: dict[str, Tensor] | None = None,
     softcap: float | None = None,
+    coordinates: Tensor | None = None,
     **options: Any,
 ) -> list[Tensor]:
     """Output, log-sum-exp and gradients; the last two operands are the gradients of the outputs."""
@@ -60,7 +61,7 @@ def outcome(
     dtype = accumulation_dtype(leaves[0].dtype)
     of_scores = {name: x.to(dtype).requires_grad_() for name, x in (terms or {}).items()}
     if terms or softcap:
-        options["scores"] = Scores(softcap, **of_scores)
+        options["scores"] = Scores(softcap, **of_scores, coordinates=coordinates)
     out, lse = attend_with_lse(*leaves, pattern, impl=impl, **options)
     leaves += of_scores.values()
     seen = lse.masked_fill(lse == -math.inf, 0.0)
@@ -95,6 +96,17 @@ def draw_terms(operands: list[Tensor], seed: int = 0) -> dict[str, Tensor]:
         "distance_bias": torch.randn(heads, 101, generator=generator).double(),
         "key_bias": torch.randn(of_keys, generator=generator).double(),
     }
+
+
+def draw_in_the_plane(operands: list[Tensor], seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Like :func:`draw_terms`, with coordinates for the slopes. Some positions have none; distances are below 1, as
+    the gradients of slopes are sums of them."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, keys = operands[1].shape[:2]
+    terms = draw_terms(operands, seed)
+    coordinates = torch.rand(batch, keys, 2, generator=generator) / 2
+    coordinates.masked_fill_(torch.rand(batch, keys, 1, generator=generator) < 0.1, math.nan)
+    return {"slopes": terms["slopes"] * 512, "key_bias": terms["key_bias"]}, coordinates
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
@@ -179,7 +191,14 @@ def test_many_keys_and_many_queries_are_taken_in_parts(dtype: torch.dtype) -> No
         offsets = {"query_offset": 8000} if shape[1] == 150 else {}
         terms = draw_terms(operands)
         del terms["slopes"]  # its gradient is a difference of sums of distances, thousands of times as large
-        for of_scores, tolerance in (((None, None), of_products), ((terms, 3.0), TOLERANCES[dtype])):
+        in_the_plane, coordinates = draw_in_the_plane(operands)
+        for of_scores, tolerance in (
+            ((None, None, None), of_products),
+            ((terms, 3.0, None), TOLERANCES[dtype]),
+            ((in_the_plane, None, coordinates), TOLERANCES[dtype]),
+        ):
+            if of_scores[2] is not None and shape[1] > shape[2]:
+                continue  # queries lie at positions of keys
             expected = outcome([x.double() for x in operands], pattern, "aten", *of_scores, **offsets)
             for threads in (1, 3):
                 torch.set_num_threads(threads)
@@ -287,7 +306,9 @@ def test_terms_of_the_scores_and_values_of_their_own_width(dtype: torch.dtype) -
         shape = (batch, queries, keys, ratio * kv_heads, kv_heads, width)
         operands = draw(shape, dtype, seed, value_dim)
         names = data.draw(st.sets(st.sampled_from(["slopes", "distance_bias", "key_bias"])))
-        terms = {name: x for name, x in draw_terms(operands, seed).items() if name in names}
+        terms, coordinates = draw_in_the_plane(operands, seed) if seed % 2 else (draw_terms(operands, seed), None)
+        names = names if coordinates is None else names | {"slopes"}
+        terms = {name: x for name, x in terms.items() if name in names}
         softcap = data.draw(st.sampled_from([None, 0.7, 3.0]))
         hidden = torch.rand(batch, keys, generator=torch.Generator().manual_seed(seed)) < 0.3
         name = data.draw(st.sampled_from([name for name in PATTERNS if name != "zero-padded"]))
@@ -296,6 +317,7 @@ def test_terms_of_the_scores_and_values_of_their_own_width(dtype: torch.dtype) -
             "query_offset": keys - queries,
             "key_padding_mask": hidden if data.draw(st.booleans()) else None,
             "dropout_p": data.draw(st.sampled_from([0.0, 0.37])),
+            "coordinates": coordinates,
         }
         torch.set_num_threads(data.draw(st.sampled_from([1, 3])))
         both = []
@@ -310,12 +332,17 @@ def test_terms_of_the_scores_and_values_of_their_own_width(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("query_block_size", [16, 1])
 def test_gates_are_added_to_the_terms_of_listed_blocks(dtype: torch.dtype, query_block_size: int) -> None:
-    for is_causal, dropout_p, has_gates in ((True, 0.0, True), (False, 0.37, True), (True, 0.0, False)):
+    for is_causal, dropout_p, has_gates, is_in_the_plane in (
+        (True, 0.0, True, False),
+        (False, 0.37, True, True),
+        (True, 0.0, False, False),
+        (True, 0.0, True, True),
+    ):
         q, k, v, of_out, of_lse = draw((2, 90, 90, 6, 2, 24), dtype, value_dim=40)
         generator = torch.Generator().manual_seed(1)
         blocks = torch.randint(-1, 6, (2, 2, -(-90 // query_block_size), 3), generator=generator)
         gates = torch.randn(blocks.shape, generator=generator).double()
-        terms = draw_terms([q, k])
+        terms, coordinates = draw_in_the_plane([q, k]) if is_in_the_plane else (draw_terms([q, k]), None)
         both = []
         for impl, exact in (("native", False), ("aten", True)):
             of_scores = torch.float64 if exact else torch.float32
@@ -332,7 +359,7 @@ def test_gates_are_added_to_the_terms_of_listed_blocks(dtype: torch.dtype, query
                 query_block_size=query_block_size,
                 is_causal=is_causal,
                 dropout_p=dropout_p,
-                scores=Scores(3.0, **dict(zip(terms, leaves[-3:], strict=True))),
+                scores=Scores(3.0, **dict(zip(terms, leaves[-len(terms) :], strict=True)), coordinates=coordinates),
                 impl=impl,  # type: ignore[arg-type]
             )
             seen = lse.masked_fill(lse == -math.inf, 0.0)
@@ -357,9 +384,10 @@ def test_two_calls_give_the_same_bits() -> None:
     for pattern in PATTERNS.values():
         for dtype in (torch.float32, torch.bfloat16):
             operands = draw((2, 300, 300, 4, 2, 40), dtype)
-            terms = draw_terms(operands)
-            first, second = (outcome(operands, pattern, "native", terms, 3.0, is_causal=True) for _ in range(2))
-            assert all(map(torch.equal, first, second))
+            for terms, coordinates in ((draw_terms(operands), None), draw_in_the_plane(operands)):
+                of_scores = (terms, 3.0, coordinates)
+                first, second = (outcome(operands, pattern, "native", *of_scores, is_causal=True) for _ in range(2))
+                assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -428,6 +456,20 @@ def test_the_number_of_threads_changes_no_bit_of_an_output() -> None:
                     torch.set_num_threads(threads)
                     both.append(attend(*operands[:3], pattern, query_offset=1500 - rows, impl="native"))
                 assert torch.equal(*both)
+
+
+def test_the_number_of_threads_changes_no_bit_of_the_gradient_of_slopes_in_the_plane() -> None:
+    """Keys are dealt out to three threads in shares, of which every block has its own sum."""
+    for pattern in (local_window(3000, 700), DilatedPattern([1000, 8000], [1, 3])):
+        for dtype in (torch.float32, torch.bfloat16):
+            operands = draw((1, 5000, 5000, 2, 1, 8), dtype)
+            terms, coordinates = draw_in_the_plane(operands)
+            slopes = {"slopes": terms["slopes"]}
+            both = []
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                both.append(outcome(operands, pattern, "native", slopes, None, coordinates)[-1])
+            assert torch.equal(*both)
 
 
 def test_small_calls_are_computed_by_the_calling_thread() -> None:

@@ -171,6 +171,16 @@ def test_maps_have_the_terms(queries: Any) -> None:
         torch.testing.assert_close(torch.einsum("brhm,bmhd->brhd", found, v.repeat_interleave(2, 2)), expected)
 
 
+@pytest.mark.parametrize("queries", [[0, 17, 99], "mean"])
+def test_maps_have_distances_in_the_plane(queries: Any) -> None:
+    q, k, v = (torch.randn(2, 100, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    scores = Scores(slopes=torch.rand(4).double(), coordinates=torch.randint(20, (2, 100, 2)))
+    out = attend(q, k, v, P, scores=scores)
+    expected = out.mean(1, keepdim=True) if queries == "mean" else out[:, queries]
+    found = attention_map(q, k, P, queries, scores=scores)
+    torch.testing.assert_close(torch.einsum("brhm,bmhd->brhd", found, v.repeat_interleave(2, 2)), expected)
+
+
 def test_packed_documents_count_distances_within_each() -> None:
     q, k, v = torch.randn(3, 1, 70, 2, 8, dtype=torch.float64)
     scores = Scores(distance_bias=torch.randn(2, 31, dtype=torch.float64), slopes=torch.tensor([0.1, 0.2]).double())
@@ -241,7 +251,7 @@ def test_memory_is_linear_in_rows(impl: Impl) -> None:
     assert int(ended.stdout) < 40, "MB"
 
 
-X = torch.zeros(1, 6, 4, 8)
+X, SLOPES = torch.zeros(1, 6, 4, 8), torch.zeros(4)
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Scores(softcap=0.0), ValueError, "softcap must be a positive number, or None for no cap, got 0.0"),
     (lambda: Scores(softcap=True), ValueError, "softcap must be a positive number, or None for no cap, got True"),
@@ -263,6 +273,24 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
      "distance_bias of scores must be [H = 4, 2 W + 1], got [2, 5]"),
     (lambda: attend(X, X, X, P, scores=Scores(sinks=torch.zeros(4, device="meta"))), ValueError,
      "sinks of scores must be on query's device cpu, got meta"),
+    (lambda: Scores(coordinates=torch.zeros(1, 6, 2)), ValueError,
+     "coordinates give slopes their distances, and distance_bias counts positions: pass slopes without distance_bias, "
+     "got no slopes"),
+    (lambda: Scores(slopes=SLOPES, distance_bias=torch.zeros(4, 3), coordinates=torch.zeros(1, 6, 2)), ValueError,
+     "pass slopes without distance_bias, got distance_bias"),
+    (lambda: Scores(slopes=SLOPES, coordinates=torch.zeros(6, 2)), ValueError,
+     "coordinates must have the shape [B, M, 2], got [6, 2]"),
+    (lambda: Scores(slopes=SLOPES, coordinates=[(0, 1)]), TypeError,  # type: ignore[arg-type]
+     "coordinates must be a tensor [B, M, 2] of real numbers, got list"),
+    (lambda: Scores(slopes=SLOPES, coordinates=torch.zeros(1, 6, 2, requires_grad=True)), ValueError,
+     "coordinates have no gradient, got a tensor that requires one: pass coordinates.detach()"),
+    (lambda: attend(X, X, X, P, scores=Scores(slopes=SLOPES, coordinates=torch.zeros(1, 5, 2))), ValueError,
+     "coordinates of scores must be [B, M, 2] = [1, 6, 2] on query's device cpu, got [1, 5, 2] on cpu"),
+    (lambda: attend(X, X, X, P, query_offset=1, scores=Scores(slopes=SLOPES, coordinates=torch.zeros(1, 6, 2))),
+     ValueError, "with coordinates, queries must lie at positions of keys, 0 to 5: got 6 queries from position 1 on"),
+    (lambda: attend(X[:, :1], X, X, P, is_causal=True, query_offset=torch.tensor(5),
+                    scores=Scores(slopes=SLOPES, coordinates=torch.zeros(1, 6, 2))),
+     NotImplementedError, "coordinates of scores need query_offset as an integer, got a tensor"),
     (lambda: attend(X, X, X, P, scores={"softcap": 3.0}), TypeError,  # type: ignore[arg-type]
      "scores must be dilated_attention_pytorch.ops.Scores(...) or None, got dict"),
 ]  # fmt: skip

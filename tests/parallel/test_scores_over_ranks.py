@@ -96,6 +96,7 @@ def refusals() -> list[str]:
         (Scores(key_bias=bias), {"strategy": "ring"}),
         (Scores(slopes=torch.zeros(3)), {}),
         (Scores(softcap=2.0 + dist.get_rank()), {}),
+        (Scores(slopes=torch.zeros(2), coordinates=torch.zeros(1, 8, 2)), {}),
     ):
         with pytest.raises((NotImplementedError, ValueError, RuntimeError)) as raised:
             parallel.attend(q, q, q, DilatedPattern([4], [1]), mesh=mesh, scores=scores, **options)
@@ -104,9 +105,10 @@ def refusals() -> list[str]:
 
 
 def test_wrong_calls() -> None:
-    of_keys, of_slopes, of_caps = run_ranks(2, refusals)[0]
+    of_keys, of_slopes, of_caps, of_coordinates = run_ranks(2, refusals)[0]
     assert "key_bias of scores does not travel with the rows of strategy='ring': use strategy=\"heads\"" in of_keys
     assert "slopes of scores must be [H] = [2], got [3]" in of_slopes
     assert "scores" in of_caps
     assert "2.0" in of_caps
     assert "3.0" in of_caps
+    assert of_coordinates == "coordinates of scores do not travel between ranks: call attend on one rank"

@@ -19,6 +19,7 @@ from support.error_budget import budget_with_scores
 from support.oracle import Groups, Terms, dense_attention
 
 NAMES = ("softcap", "sinks", "slopes", "distance_bias", "key_bias")
+"""Terms with gradients, after the cap."""
 
 
 @dataclass
@@ -31,6 +32,17 @@ class ScoredCall:
     names: frozenset[str]
     reach: int
     """Largest distance W of the bias by distance."""
+    is_in_the_plane: bool = False
+    """Whether slopes are of distances in a plane."""
+
+    def coordinates(self) -> Tensor | None:
+        """``[B, M, 2]`` in float64, some of them without a place."""
+        if not self.is_in_the_plane:
+            return None
+        call, generator = self.call, torch.Generator().manual_seed(self.call.seed + 1)
+        shape = call.batch, call.num_keys
+        places = torch.randint(-40, 400, (*shape, 2), generator=generator).double() / 4
+        return places.masked_fill(torch.rand(*shape, 1, generator=generator) < 0.1, math.nan)
 
     def tensors(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Query, key, value and tensors of the scores by name; the weights of out and lse in a loss."""
@@ -60,7 +72,13 @@ class ScoredCall:
         t = torch.arange(call.num_keys) + options.get("key_offset", 0)
         distance = t - p.unsqueeze(1)
         bias = torch.zeros(1, call.kv_heads * call.ratio, call.num_queries, call.num_keys, dtype=torch.float64)
-        if "slopes" in tensors:
+        places = self.coordinates()
+        if places is not None:
+            first = options.get("query_offset", 0) - options.get("key_offset", 0)
+            rows = places[:, first : first + call.num_queries]
+            away = torch.hypot(*(rows.unsqueeze(2) - places.unsqueeze(1)).unbind(-1)).nan_to_num(0.0)  # [B, N, M]
+            bias = bias - tensors["slopes"].view(-1, 1, 1) * away.unsqueeze(1)
+        elif "slopes" in tensors:
             bias = bias - tensors["slopes"].view(-1, 1, 1) * distance.abs()
         if "distance_bias" in tensors:
             bias = bias + tensors["distance_bias"][:, distance.clamp(-self.reach, self.reach) + self.reach]
@@ -72,7 +90,9 @@ class ScoredCall:
 
     def scores(self, tensors: dict[str, Tensor]) -> Scores:
         """The terms as an argument of a call."""
-        return Scores(self.softcap, *(tensors.get(name) for name in NAMES[1:]))
+        places, device = self.coordinates(), tensors["q"].device
+        coordinates = None if places is None else places.to(device)
+        return Scores(self.softcap, *(tensors.get(name) for name in NAMES[1:]), coordinates=coordinates)
 
     def attend(self, tensors: dict[str, Tensor], impl: Impl) -> tuple[Tensor, Tensor]:
         scores = self.scores(tensors)
@@ -92,8 +112,15 @@ class ScoredCall:
 @st.composite
 def scored(draw: st.DrawFn, of_calls: st.SearchStrategy[DrawnCall]) -> ScoredCall:
     names = frozenset(draw(st.sets(st.sampled_from(NAMES[1:]))))
-    cap = draw(st.sampled_from([None, 0.5, 3.0, 50.0]))
-    return ScoredCall(draw(of_calls), draw(st.sampled_from([1, 3, 8, 16, 20])), cap, names, draw(st.integers(0, 140)))
+    cap, call = draw(st.sampled_from([None, 0.5, 3.0, 50.0])), draw(of_calls)
+    further_keys = call.num_keys - call.num_queries
+    has_places = further_keys >= 0 and draw(st.booleans())
+    if has_places:
+        names = (names - {"distance_bias"}) | {"slopes"}
+        if "query_offset" in call.options:  # queries lie among the keys
+            call.options["query_offset"] = call.options["key_offset"] + draw(st.integers(0, further_keys))
+    value_dim, reach = draw(st.sampled_from([1, 3, 8, 16, 20])), draw(st.integers(0, 140))
+    return ScoredCall(call, value_dim, cap, names, reach, has_places)
 
 
 def losses(out: Tensor, lse: Tensor, of_out: Tensor, of_lse: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -45,7 +46,7 @@ from dilated_attention_pytorch.training.run_trainer import RunTrainer
 from dilated_attention_pytorch.training.stages import Stages, stage_ends
 from training.broken_runs import break_at
 from training.damage import Payload
-from training.runs import Heard, assert_same_weights, change_sealed, quiet, seal_again, stop_after
+from training.runs import Heard, assert_same_weights, change_sealed, leave_out_figures, quiet, seal_again, stop_after
 
 OWN, LONG = 32, 128
 
@@ -197,6 +198,48 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
     assert_same_weights(stopped.run, finished.run)
     with pytest.raises(RunError, match="that run is finished"):
         resume_extension(stopped.run, quiet())
+
+
+_PLAIN_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Gemma2", {}),
+        ("Gemma3Text", {}),
+        ("GptOss", {"num_local_experts": 3, "num_experts_per_tok": 2, "rope_parameters": _PLAIN_ROTARY}),
+    ],
+)
+def test_a_model_with_windows_in_some_layers_is_extended_and_resumed(
+    name: str, changes: dict[str, Any], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = config().to_diff_dict()
+    del sizes["model_type"]
+    types = ["sliding_attention", "full_attention"]
+    own = {"head_dim": 8, "layer_types": types, "sliding_window": 9, "pad_token_id": 0, **changes}
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**sizes | own))
+    model.save_pretrained(tmp_path / "model")
+    few = {
+        "length": 64,
+        "steps": 3,
+        "log_steps": 1,
+        "save_steps": 1,
+        "eval_steps": 2,
+        "eval_windows": 1,
+        "final_eval_windows": 1,
+    }
+    leave_out_figures(monkeypatch)
+    console = Heard()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1, signal.SIGINT)
+        run = extend(tiny(tmp_path / "model", texts, **few), tmp_path / "run", console).run
+    # A layer has windows of 9 tokens; the other half of the pairs of 64 twice, and all of its own length of 32.
+    pairs = sum(min(9, token + 1) for token in range(64)) + 2 * 32 * 33 // 2 + 32 * 33 // 2
+    assert f": {pairs / (64 * 65):.1%} of the pairs of dense attention" in console.said
+    resumed = resume_extension(run, quiet())
+    assert resumed.step == 3
+    assert all(math.isfinite(bits) for bits in resumed.bits_per_byte["trained"].values())
 
 
 def test_eval_of_a_run_that_was_stopped_takes_its_newest_whole_checkpoint(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch import DilatedPattern, LongNetConfig, LongNetLM, local_window
 from dilated_attention_pytorch.estimate.flops import longnet_flops, pretrained_flops, training_flops
@@ -67,12 +67,26 @@ def test_a_stage_has_the_operations_of_its_windows_and_its_pattern() -> None:
     assert found == 3 * expected
 
 
-def test_a_pretrained_model_is_counted_as_pytorch_counts_it_at_any_length() -> None:
-    sizes: dict[str, Any] = {"vocab_size": 23, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=3))
-    pattern = DilatedPattern([8, 32], [1, 3]) + local_window(5)
-    set_pattern(model, pattern)
-    flops = pretrained_flops(model, pattern, 3)
+_WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Llama", {}),
+        ("Gemma3Text", _WINDOWS),
+        ("GptOss", {**_WINDOWS, "num_local_experts": 5, "num_experts_per_tok": 2}),
+        ("Llama4Text", {"layer_types": ["chunked_attention", *["full_attention"] * 2], "attention_chunk_size": 20}),
+    ],
+)
+def test_a_pretrained_model_is_counted_as_pytorch_counts_it_at_any_length(name: str, changes: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 23, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "head_dim": 4}
+    config: Any = getattr(transformers, f"{name}Config")(
+        **sizes, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0, **changes
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    set_pattern(model, DilatedPattern([8, 32], [1, 3]) + local_window(5))
+    flops = pretrained_flops(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(23, (1, 53)), use_cache=False)
     assert counter.get_total_flops() == flops.of_text(53)

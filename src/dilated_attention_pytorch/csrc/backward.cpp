@@ -11,10 +11,17 @@ constexpr int64_t kKeysOfSplit = 1024;  // fewer keys are not worth a separate t
 // Gradients of a line by each of several pieces of work, which are added up in order.
 class LineGradients {
  public:
-  // The distances of a partial's pairs alone.
-  LineGradients(const Partial& partial, const Terms& terms, const std::optional<at::Tensor>& grad, int64_t pieces)
-      : ratio_(partial.ratio), length_(terms.length), grad_(grad ? grad->mutable_data_ptr<float>() : nullptr) {
+  // The distances of a partial's pairs alone; with coordinates, one number for each of the `blocks` of keys of a piece,
+  // so that the number of pieces changes no sum.
+  LineGradients(const Partial& partial, const Terms& terms, const std::optional<at::Tensor>& grad, int64_t pieces, int64_t blocks)
+      : ratio_(partial.ratio), length_(terms.length), step_(terms.coordinates == nullptr ? 1 : 0),
+        grad_(grad ? grad->mutable_data_ptr<float>() : nullptr) {
     if (grad_ == nullptr) return;
+    if (terms.coordinates != nullptr) {
+      size_ = blocks;
+      sums_.resize(pieces * ratio_ * size_);
+      return;
+    }
     int64_t least = kNoBound, most = -kNoBound;
     for (const Problem& problem : partial.problems)
       for (int64_t i = 0; i < problem.count; i++) {
@@ -38,12 +45,12 @@ class LineGradients {
     if (grad_ == nullptr) return;
     float* sums = sums_.data() + piece * ratio_ * size_;
     for (int64_t g = 0; g < ratio_; g++)
-      for (int64_t x = 0; x < size_; x++) grad_[(head * ratio_ + g) * length_ + begin_ + x] += sums[g * size_ + x];
+      for (int64_t x = 0; x < size_; x++) grad_[(head * ratio_ + g) * length_ + begin_ + x * step_] += sums[g * size_ + x];
     std::fill_n(sums, ratio_ * size_, 0.0f);
   }
 
  private:
-  const int64_t ratio_, length_;
+  const int64_t ratio_, length_, step_;  // numbers of a line from one sum to the next
   float* const grad_;
   int64_t begin_ = 0, size_ = 0;
   std::vector<float> sums_;
@@ -72,11 +79,13 @@ class Backward {
         rows_(rounded_up(positions_ * partial.ratio, kAlignment)), tiles_(tiles_of(partial, positions_)),
         operations_(2.0 * (3 * partial.head_dim + 2 * partial.value_dim) * partial.pairs()),
         threads_(threads_for(operations_, 0.0)),
-        splits_(splits_of(partial, threads_)), most_tiles_(std::clamp<int64_t>(
+        splits_(splits_of(partial, threads_)), keys_of_share_(keys_of_share()), most_tiles_(std::clamp<int64_t>(
             kRowsOfChunk * (splits_ > 1 ? 4 * threads_ / splits_ : 1) /
                 rounded_up(positions_of_tile(partial) * partial.ratio, kAlignment),
             1, tiles_.size())),
-        grad_line_(partial, x.terms, x.grad_line, splits_ == 1 ? partial.domains.size() : splits_) {
+        grad_line_(
+            partial, x.terms, x.grad_line, splits_ == 1 ? partial.domains.size() : splits_,
+            (keys_of_share_ + keys_of_block_ - 1) / keys_of_block_) {
     if (x.grad_key_bias) grad_key_bias_.emplace(*x.grad_key_bias, x.of_keys.row, x.of_keys.head);
   }
 
@@ -92,10 +101,12 @@ class Backward {
   struct Tiles {
     Buffer<C> factors;
     C *queries_t, *grads_t, *queries, *grads;
-    std::vector<float> lse, delta;
+    std::vector<float> lse, delta, coordinates;  // of a tile: x and y of its rows, and the bias of a unit of distance
     std::vector<uint32_t> counters;
 
-    explicit Tiles(const Backward& b) : lse(b.most_tiles_ * b.rows_), delta(lse.size()), counters(b.masks_.is_dropped ? lse.size() : 0) {
+    explicit Tiles(const Backward& b)
+        : lse(b.most_tiles_ * b.rows_), delta(lse.size()), coordinates(b.terms_.coordinates != nullptr ? 3 * lse.size() : 0),
+          counters(b.masks_.is_dropped ? lse.size() : 0) {
       const int64_t rows = b.most_tiles_ * b.rows_, of_queries = rows * b.width_, of_grads = rows * b.value_width_;
       queries_t = factors.at_least(2 * (of_queries + of_grads)), grads_t = queries_t + of_queries;
       queries = grads_t + of_grads, grads = queries + of_queries;
@@ -105,12 +116,12 @@ class Backward {
   struct Scratch {
     // A block of keys as left operands, and its gradients.
     std::vector<C> keys, values, keys_t;
-    std::vector<float> grad_keys, grad_values, key_bias, grad_key_bias;
+    std::vector<float> grad_keys, grad_values, key_bias, grad_key_bias, key_coordinates;
     std::vector<uint32_t> key_counters;
     std::vector<uint8_t> is_hidden;
     bool has_hidden;
     // Per block and tile.
-    std::vector<float> scores, grad_scores, kept;
+    std::vector<float> scores, grad_scores, kept, grad_units;
     std::vector<C> probabilities, rounded, paired;
     Buffer<float> line;
 
@@ -122,6 +133,8 @@ class Backward {
       key_bias.resize(b.keys_of_block_);
       grad_key_bias.resize(b.keys_of_block_ * kLanes);
       is_hidden.resize(b.keys_of_block_);
+      key_coordinates.resize(b.terms_.coordinates != nullptr ? 2 * b.keys_of_block_ : 0);
+      grad_units.resize(b.rows_);
       for (auto* x : {&scores, &grad_scores}) x->resize(b.keys_of_block_ * b.rows_);
       if (kPairs == 2)
         for (auto* x : {&probabilities, &rounded, &paired}) x->resize(b.keys_of_block_ * b.rows_);
@@ -130,6 +143,12 @@ class Backward {
       kept.resize(2 * b.keys_of_block_ * b.rows_);
     }
   };
+
+  // A unit with a gate belongs to one share, which adds up its gradient.
+  int64_t keys_of_share() const {
+    const int64_t whole = p_.has_gates() ? rounded_up(keys_of_block_, p_.unit) : keys_of_block_;
+    return rounded_up((p_.num_keys + splits_ - 1) / splits_, whole);
+  }
 
   // Number of shares into which the keys of a domain are split; 1 if there are enough domains for the threads.
   static int64_t splits_of(const Partial& partial, int64_t threads) {
@@ -165,9 +184,6 @@ class Backward {
   // For few domains: the keys of one are split into shares, and every share has its own gradient of the queries.
   void run_shares(const Domain& domain) {
     const int64_t num_tiles = tiles_.size(), of_tile = rows_ * p_.head_dim;
-    // A unit with a gate belongs to one share, which adds up its gradient.
-    const int64_t whole = p_.has_gates() ? rounded_up(keys_of_block_, p_.unit) : keys_of_block_;
-    const int64_t keys_of_share = rounded_up((p_.num_keys + splits_ - 1) / splits_, whole);
     Tiles packed(*this);
     Buffer<float> memory;
     float* shares = memory.at_least(splits_ * most_tiles_ * of_tile);
@@ -183,7 +199,7 @@ class Backward {
         const WithoutSubnormals normal(terms_);
         Scratch scratch(*this);
         for (int64_t share; (share = next()) >= 0;) {
-          const int64_t begin = share * keys_of_share, end = std::min(begin + keys_of_share, p_.num_keys);
+          const int64_t begin = share * keys_of_share_, end = std::min(begin + keys_of_share_, p_.num_keys);
           add(domain, begin, end, first, tiles, packed, shares + share * tiles * of_tile, has_grads.data() + share * tiles, share, scratch);
         }
         at::native::cpublas::brgemm_release(kPairs == 2);
@@ -224,6 +240,11 @@ class Backward {
       const int64_t row = p_.query_row(d, problem, tile.first + r / p_.ratio), head = d.head * p_.ratio + r % p_.ratio;
       const float of_row = *lse_.at(d.batch, row, head);
       if (masks_.is_dropped) packed.counters[place * rows_ + r] = masks_.of_query(d.batch, head, row);
+      if (terms_.coordinates != nullptr) {
+        const float* coordinates = terms_.of_query_row(d, row);
+        float* of_tile = packed.coordinates.data() + 3 * place * rows_ + r;
+        of_tile[0] = coordinates[0], of_tile[rows_] = coordinates[terms_.num_rows], of_tile[2 * rows_] = terms_.line[head];
+      }
       // The probabilities of a row without a key are 0.
       lse[r] = of_row == -kInfinity ? kInfinity : of_row * kLog2E;
       delta[r] = of_row == -kInfinity ? 0.0f
@@ -241,6 +262,11 @@ class Backward {
       num_hidden += s.is_hidden[x];
       if (masks_.is_dropped) s.key_counters[x] = masks_.of_key(row);
       if (has_terms_) s.key_bias[x] = s.is_hidden[x] ? 0.0f : terms_.of_key(d, row);
+      if (terms_.coordinates != nullptr) {
+        const float* of_row = s.is_hidden[x] ? nullptr : terms_.of_key_row(d, row);
+        s.key_coordinates[x] = of_row == nullptr ? 0.0f : of_row[0];
+        s.key_coordinates[keys_of_block_ + x] = of_row == nullptr ? 0.0f : of_row[terms_.num_rows];
+      }
     }
     if (num_hidden == keys_of_block_) return false;
     s.has_hidden = num_hidden > keys_of_block_ - count;
@@ -275,7 +301,7 @@ class Backward {
           if (!is_packed) is_seen = pack_block(d, first, stop - first, s);
           is_packed = true;
           if (!is_seen) return;
-          add_tile(d, tile, first, run, place, packed, grads, has_grads[place], piece, s);
+          add_tile(d, tile, first, run, place, packed, grads, has_grads[place], piece, (first - begin) / keys_of_block_, s);
           has_grads[place] = true;
         });
       }
@@ -285,7 +311,7 @@ class Backward {
 
   void add_tile(
       const Domain& d, const Tile& tile, int64_t first, const Run& of_keys, int64_t place, const Tiles& packed, float* grads,
-      bool is_added, int64_t piece, Scratch& s) {
+      bool is_added, int64_t piece, int64_t block, Scratch& s) {
     const int64_t run = of_keys.begin - first, run_end = of_keys.end - first;
     const int64_t begin = run / kAlignment * kAlignment, keys = rounded_up(run_end - begin, kAlignment);
     const int64_t at = place * rows_ * width_, at_grads = place * rows_ * value_width_;
@@ -297,7 +323,14 @@ class Backward {
     mask(tile, first, begin, keys, run, run_end, s);
     if (masks_.is_dropped) draw(begin, keys, packed.counters.data() + place * rows_, s);
     const float *lse = packed.lse.data() + place * rows_, *delta = packed.delta.data() + place * rows_;
-    if (has_terms_) {
+    if (terms_.coordinates != nullptr) {
+      const float* coordinates = packed.coordinates.data() + 3 * place * rows_;
+      std::fill(s.grad_units.begin(), s.grad_units.end(), 0.0f);
+      const float of_gate = differentiate<true, true, true>(begin, keys, lse, delta, of_keys.gate, {}, s, coordinates);
+      if (of_keys.grad_gate != nullptr) *of_keys.grad_gate += of_gate;
+      for (int64_t r = 0; r < (tile.stop - tile.first) * p_.ratio && grad_line_.are_needed(); r++)
+        grad_line_.add(piece, r % p_.ratio, block, s.grad_units[r]);
+    } else if (has_terms_) {
       const Distances distances = distances_of(d, tile, first + begin, keys, s);
       const float of_gate = differentiate<true, true>(begin, keys, lse, delta, of_keys.gate, distances, s);
       if (of_keys.grad_gate != nullptr) *of_keys.grad_gate += of_gate;
@@ -394,10 +427,12 @@ class Backward {
   }
 
   // P and dS from scores and gradients of probabilities: in place for float32, rounded into other buffers for bfloat16.
-  // The first of the keys is the block's key `begin`. Returns the sum of dS if the keys have a gate.
-  template <bool is_gated, bool has_terms>
+  // The first of the keys is the block's key `begin`. Returns the sum of dS if the keys have a gate. `coordinates`: of
+  // the tile's rows.
+  template <bool is_gated, bool has_terms, bool has_coordinates = false>
   float differentiate(
-      int64_t begin, int64_t keys, const float* lse, const float* delta, float gate, const Distances& distances, Scratch& s) const {
+      int64_t begin, int64_t keys, const float* lse, const float* delta, float gate, const Distances& distances, Scratch& s,
+      const float* coordinates = nullptr) const {
     constexpr bool is_coarse = !std::is_same_v<T, float>;
     const Terms terms = terms_;  // in registers: no number that is stored is one of its own
     const Floats factor(factor_), of_gate(gate * kLog2E);
@@ -412,11 +447,17 @@ class Backward {
         for (int64_t y = 0; y < kPairs; y++) {
           const int64_t at = (x + y) * rows_ + c;
           Floats grad = Floats::loadu(s.grad_scores.data() + at);
-          Floats score = Floats::loadu(s.scores.data() + at), slope(1.0f);
+          Floats score = Floats::loadu(s.scores.data() + at), slope(1.0f), length(0.0f);
           if constexpr (has_terms) {
             const auto is_masked = score == Floats(-kInfinity);
             std::tie(score, slope) = terms.cap(score);
             score = score + Floats(s.key_bias[begin + x + y]);
+            if constexpr (has_coordinates) {
+              const float* of_key = s.key_coordinates.data() + begin + x + y;
+              length = length_of(
+                  Floats::loadu(coordinates + c) - Floats(of_key[0]), Floats::loadu(coordinates + rows_ + c) - Floats(of_key[keys_of_block_]));
+              score = score + Floats::loadu(coordinates + 2 * rows_ + c) * length;
+            }
             if (distances.numbers != nullptr)
               score = score + Floats::loadu(distances.numbers + distances.first + (x + y) * distances.of_key + c);
             score = Floats::blendv(score, Floats(-kInfinity), is_masked);
@@ -432,6 +473,10 @@ class Backward {
           if constexpr (is_gated) sum = sum + ds[y];
           if constexpr (has_terms) {
             of_keys[y] = of_keys[y] + ds[y];
+            if constexpr (has_coordinates) {
+              float* to = s.grad_units.data() + c;
+              at::vec::fmadd(ds[y], length, Floats::loadu(to)).store(to);
+            }
             if (distances.grads != nullptr) {
               float* to = distances.grads + distances.first + (x + y) * distances.of_key + c;
               (Floats::loadu(to) + ds[y]).store(to);
@@ -489,7 +534,7 @@ class Backward {
   const int64_t width_, value_width_, keys_of_block_, positions_, rows_;
   const std::vector<Tile> tiles_;
   const double operations_;
-  const int64_t threads_, splits_, most_tiles_;
+  const int64_t threads_, splits_, keys_of_share_, most_tiles_;
   LineGradients grad_line_;
   std::optional<Rows<float>> grad_key_bias_;
 };

@@ -75,6 +75,7 @@ class Forward {
   struct Block {
     C* factors;
     std::vector<float> bias;         // of the keys, -inf for hidden ones; empty if there is none
+    std::vector<float> coordinates;  // x, then y of the keys
     std::vector<uint32_t> counters;  // of dropout
     bool is_hidden;                  // whether all keys are hidden
   };
@@ -150,6 +151,13 @@ class Forward {
     pack_transposed(rows, width_, block.factors, keys_of_block_, keys_of_block_, width_);
     copy(value_, value_dim, value_dim);
     pack_rows(rows, value_dim, block.factors + width_ * keys_of_block_, keys_of_block_, value_dim);
+    if (terms_.coordinates != nullptr) {
+      block.coordinates.assign(2 * keys_of_block_, 0.0f);
+      for (int64_t x = 0; x < count; x++) {
+        const float* of_row = terms_.of_key_row(d, p_.key_row(d, first + x));
+        block.coordinates[x] = of_row[0], block.coordinates[keys_of_block_ + x] = of_row[terms_.num_rows];
+      }
+    }
     if (!masks_.is_dropped) return;
     block.counters.assign(keys_of_block_, 0);
     for (int64_t x = 0; x < count; x++) block.counters[x] = masks_.of_key(p_.key_row(d, first + x));
@@ -227,10 +235,7 @@ class Forward {
     float copy[kPackedKeys];
     for (int64_t r = 0; r < rows; r++) {
       float* row = scores + r * keys_of_block_;
-      if (has_terms_) {
-        const int64_t distance = first + begin - p_.query_index(p_.problems[tile.problem], tile.first + r / p_.ratio);
-        terms_.apply(row, count, terms_.of_distances(d.head * p_.ratio + r % p_.ratio, distance, count, copy));
-      }
+      if (has_terms_) terms_.apply(row, count, distances_of(d, tile, r, block, first, begin, count, copy));
       if (!block.bias.empty())
         for (int64_t x = 0; x < count; x++) row[x] += block.bias[begin + x];
       if (is_masked) {
@@ -249,6 +254,17 @@ class Forward {
     multiply(
         height, value_dim, count, s.probabilities_at(first_row * keys_of_block_), keys_of_block_, values + begin * value_dim, value_dim,
         sums, value_dim, true);
+  }
+
+  // Biases by distance of row `r` and `count` keys from the block's key `begin` on; null without any.
+  const float* distances_of(
+      const Domain& d, const Tile& tile, int64_t r, const Block& block, int64_t first, int64_t begin, int64_t count, float* copy) const {
+    const Problem& problem = p_.problems[tile.problem];
+    const int64_t head = d.head * p_.ratio + r % p_.ratio, i = tile.first + r / p_.ratio;
+    if (terms_.coordinates == nullptr) return terms_.of_distances(head, first + begin - p_.query_index(problem, i), count, copy);
+    const float *x = block.coordinates.data() + begin, *y = x + keys_of_block_;
+    terms_.of_coordinates(head, terms_.of_query_row(d, p_.query_row(d, problem, i)), x, y, count, copy);
+    return copy;
   }
 
   void drop(uint32_t query, const uint32_t* keys, C* probabilities, int64_t count) const {

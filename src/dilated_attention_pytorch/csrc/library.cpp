@@ -84,7 +84,7 @@ Masks masks_of(
 
 Terms terms_of(
     double scale, double softcap, const std::optional<Tensor>& line, int64_t origin, const std::optional<Tensor>& key_bias,
-    const Origin& of_keys) {
+    const std::optional<Tensor>& coordinates, int64_t first_query, const Origin& of_keys) {
   Terms terms{static_cast<float>(scale)};
   if (softcap != 0.0) {  // a cap of 1e-30 or less makes all scores 0
     terms.softcap = static_cast<float>(std::max(softcap, 1e-30));
@@ -97,6 +97,11 @@ Terms terms_of(
     terms.origin = origin;
   }
   if (key_bias) terms.key_bias.emplace(*key_bias, of_keys.row, of_keys.head);
+  if (coordinates) {
+    terms.coordinates = coordinates->const_data_ptr<float>();
+    terms.num_rows = coordinates->size(2);
+    terms.first_query = first_query;
+  }
   return terms;
 }
 
@@ -106,12 +111,12 @@ void attend(
     const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
     double scale, const std::optional<Tensor>& gates, double softcap, const std::optional<Tensor>& line, int64_t origin,
-    const std::optional<Tensor>& key_bias) {
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& coordinates, int64_t first_query) {
   const Partial partial =
       partial_of(query, value, ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, {});
   if (is_empty(partial)) return;
   const Origin of_out{first[0], first[1]}, of_keys{first[2], first[3]};
-  const Terms terms = terms_of(scale, softcap, line, origin, key_bias, of_keys);
+  const Terms terms = terms_of(scale, softcap, line, origin, key_bias, coordinates, first_query, of_keys);
   forward(partial, masks_of(hidden, seed, dropout_p, places, of_keys), {query, key, value, out, lse, terms, of_out, of_keys});
 }
 
@@ -122,13 +127,13 @@ void attend_backward(
     const std::optional<Tensor>& row_ends, const std::optional<Tensor>& units, const std::optional<Tensor>& unit_ends,
     const std::optional<Tensor>& hidden, const std::optional<Tensor>& seed, double dropout_p, IntArrayRef places,
     double scale, const std::optional<Tensor>& gates, double softcap, const std::optional<Tensor>& line, int64_t origin,
-    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& grad_gates, const std::optional<Tensor>& grad_line,
-    const std::optional<Tensor>& grad_key_bias) {
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& coordinates, int64_t first_query,
+    const std::optional<Tensor>& grad_gates, const std::optional<Tensor>& grad_line, const std::optional<Tensor>& grad_key_bias) {
   const Partial partial =
       partial_of(query, value, ratio, geometry, heads, axes, rows, row_ends, units, unit_ends, gates, grad_gates);
   if (is_empty(partial)) return;
   const Origin of_grad_query{first[0], first[1]}, of_grad_keys{first[2], first[3]}, of_keys{first[4], first[5]};
-  const Terms terms = terms_of(scale, softcap, line, origin, key_bias, of_keys);
+  const Terms terms = terms_of(scale, softcap, line, origin, key_bias, coordinates, first_query, of_keys);
   backward(
       partial, masks_of(hidden, seed, dropout_p, places, of_keys),
       {grad_out, query, key, value, out, lse, grad_lse, grad_query, grad_key, grad_value, grad_line, grad_key_bias, terms,
@@ -144,7 +149,8 @@ std::vector<int64_t> sizes() { return {kKeysOfWindow, kPackedKeys, kPackedBytes,
 #define PARTIAL                                                                                                  \
   "int[] first, int ratio, int[] geometry, int[] heads, int[] axes, Tensor? rows, Tensor? row_ends, "            \
   "Tensor? units, Tensor? unit_ends, Tensor? hidden, Tensor? seed, float dropout_p, int[] places, float scale, " \
-  "Tensor? gates=None, float softcap=0.0, Tensor? line=None, int origin=0, Tensor? key_bias=None"
+  "Tensor? gates=None, float softcap=0.0, Tensor? line=None, int origin=0, Tensor? key_bias=None, " \
+  "Tensor? coordinates=None, int first_query=0"
 
 TORCH_LIBRARY(dilated_attention_native, m) {
   m.def("sizes", &dilated_attention::sizes);

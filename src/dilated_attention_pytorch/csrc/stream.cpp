@@ -91,6 +91,7 @@ class Stream {
     int64_t count;
     int64_t places[kKeysOfChunk];  // indices among the keys of the domain
     int64_t rows[kKeysOfChunk];
+    float x[kKeysOfChunk], y[kKeysOfChunk];  // coordinates
     float gates[kKeysOfChunk];  // in the units of scores, which are multiplied by the factor
     bool is_listed, has_gates, has_hidden, is_banded;
     bool is_hidden[kKeysOfChunk];
@@ -120,6 +121,10 @@ class Stream {
     for (int64_t x = 0; x < keys.count; x++) {
       keys.rows[x] = p_.key_row(d, keys.places[x]);
       keys.is_hidden[x] = masks_.hides(d, keys.rows[x]);
+      if (terms_.coordinates != nullptr) {
+        const float* of_row = terms_.of_key_row(d, keys.rows[x]);
+        keys.x[x] = of_row[0], keys.y[x] = of_row[terms_.num_rows];
+      }
       keys.has_hidden |= keys.is_hidden[x];
       const int64_t distance = keys.places[x] - position_;
       keys.is_banded |= positions_ - 1 + p_.low > distance || p_.high < distance;
@@ -232,6 +237,12 @@ class Stream {
   // Scores of one query, whose keys' products are `of_key` apart, without masks.
   void add_terms(const Keys& k, int64_t r, float* scores, int64_t of_key) const {
     const int64_t head = k.domain->head * p_.ratio + r % p_.ratio, index = p_.query_index(p_.problems[0], r / p_.ratio);
+    if (terms_.coordinates != nullptr) {
+      float bias[kKeysOfChunk];
+      terms_.of_coordinates(head, terms_.of_query_row(*k.domain, row_of(*k.domain, r)), k.x, k.y, rounded_up(k.count, kLanes), bias);
+      for (int64_t x = 0; x < k.count; x++) scores[x * of_key] += bias[x] + terms_.of_key(*k.domain, k.rows[x]);
+      return;
+    }
     for (int64_t x = 0; x < k.count; x++)
       scores[x * of_key] += terms_.of_distance(head, k.places[x] - index) + terms_.of_key(*k.domain, k.rows[x]);
   }

@@ -9,12 +9,15 @@ namespace dilated_attention {
 
 // s = cap(scale q.k) + line[h, origin + j - i] + key_bias[j] for the query with index i and the key with index j of a
 // domain, with cap(x) = softcap tanh(x / softcap). Indices are positions of a problem, or its rows where it lists rows.
+// With coordinates, the line has one number per head, and its product with the Euclidean distance of both rows is added.
 struct Terms {
   float scale;
   float softcap, scale_in_caps;  // scale / softcap; both 0: none
   const float* line;             // [query heads, length]; null: none
   int64_t length, origin;
   std::optional<Rows<const float>> key_bias;  // [B, rows of keys, key/value heads]
+  const float* coordinates = nullptr;         // [B, 2, rows] of the rows of keys; NaN: no bias; null: none
+  int64_t num_rows = 0, first_query = 0;      // row of the coordinates of query row 0
 
   // Without terms, the scale is a factor of the exponents alone.
   bool are_present() const { return softcap != 0.0f || line != nullptr || key_bias; }
@@ -43,6 +46,17 @@ struct Terms {
   float of_distance(int64_t head, int64_t distance) const {
     const int64_t index = origin + distance;
     return line == nullptr || index < 0 || index >= length ? 0.0f : line[head * length + index];
+  }
+
+  // x of a row; y is `num_rows` later.
+  const float* of_key_row(const Domain& domain, int64_t row) const { return coordinates + 2 * domain.batch * num_rows + row; }
+  const float* of_query_row(const Domain& domain, int64_t row) const { return of_key_row(domain, first_query + row); }
+
+  // The bias by distance of `count` keys, a multiple of the lanes, with coordinates x and y for the query at `query`.
+  void of_coordinates(int64_t head, const float* query, const float* x, const float* y, int64_t count, float* to) const {
+    const Floats unit(line[head]), query_x(query[0]), query_y(query[num_rows]);
+    for (int64_t i = 0; i < count; i += kLanes)
+      (unit * length_of(query_x - Floats::loadu(x + i), query_y - Floats::loadu(y + i))).store(to + i);
   }
 
   // The numbers of `count` distances from `first` on: in place, or with zeros beyond the ends of the line in `copy`.

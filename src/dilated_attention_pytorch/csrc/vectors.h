@@ -100,6 +100,17 @@ inline Floats tanh(Floats x) {
   return part * p / q;
 }
 
+// The length of the vectors (x, y); 0 where it is NaN.
+inline Floats length_of(Floats x, Floats y) {
+  const Floats square = at::vec::fmadd(x, x, y * y);
+  // The maximum of NaN and another number is the second operand.
+#if defined(CPU_CAPABILITY_AVX512)
+  return Floats(_mm512_max_ps(square, Floats(0.0f))).sqrt();
+#else
+  return Floats(_mm256_max_ps(square, Floats(0.0f))).sqrt();
+#endif
+}
+
 inline float largest(Floats x) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_reduce_max_ps(x);

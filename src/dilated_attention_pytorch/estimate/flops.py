@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.models.token_loss import rows_at_once
-from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.patterns.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pair_flops
+from dilated_attention_pytorch.ops.call import Call
+from dilated_attention_pytorch.ops.operators import call_of
+from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
+from dilated_attention_pytorch.patterns.flops import (
+    BACKWARD_PRODUCTS,
+    FORWARD_PRODUCTS,
+    backward_flops,
+    forward_flops,
+)
 
+from .attention import GRADIENTS
 from .batch import heads_of, recomputed_layers, rows_of_batch, texts_of_batch
 
 if TYPE_CHECKING:
@@ -32,102 +44,146 @@ COUNTED_TOKENS = 16
 """Sequence length for counting the operations of a pretrained model."""
 
 
+class AttentionCall(NamedTuple):
+    """The attention of a layer, over a whole sequence."""
+
+    pattern: Pattern
+    is_causal: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Width of a row of query and key."""
+    value_dim: int
+
+    @classmethod
+    def of(cls, call: Call) -> AttentionCall:
+        """The sizes of a call of :func:`dilated_attention_pytorch.attend`."""
+        assert call.pattern is not None
+        num_heads, head_dim = call.query.shape[2:]
+        return cls(call.pattern, call.is_causal, num_heads, call.key.shape[2], head_dim, call.value.shape[3])
+
+    def num_pairs(self, length: int) -> int:
+        """Query-key pairs of all query heads in a sequence of ``length`` tokens."""
+        pairs = self.pattern.num_pairs(length, num_kv_heads=self.num_kv_heads, is_causal=self.is_causal)
+        return self.num_heads // self.num_kv_heads * pairs
+
+
 @dataclass(frozen=True, slots=True)
-class ForwardFlops:
-    """Operations of a forward pass; multiplications and additions each count as one."""
+class PassFlops:
+    """Operations of a forward pass, or of a step; multiplications and additions each count as one."""
 
     per_token: int
-    """Operations of the matrices: 2 per weight."""
-    per_pair: int
-    """Operations of attention: 4 D per query-key pair, times the query heads per key/value head."""
-    patterns: tuple[Pattern, ...]
-    """Patterns of the layers."""
-    num_kv_heads: int
-    """Key/value heads per layer."""
+    """Operations of the matrices: 2 per weight in a forward pass."""
+    forward: tuple[AttentionCall, ...]
+    """The forward passes of attention, one per layer, and those that recomputation adds."""
+    backward: tuple[AttentionCall, ...] = ()
+    """The backward passes of attention."""
+
+    def attention(self, length: int) -> int:
+        """Operations of attention for one sequence of ``length`` tokens."""
+        return _attention_flops(self, length)
+
+    def density(self, length: int) -> float:
+        """Fraction of the pairs of dense attention, of all layers."""
+        dense = [call._replace(pattern=DilatedPattern([length], [1])).num_pairs(length) for call in self.forward]
+        return sum(call.num_pairs(length) for call in self.forward) / sum(dense)
 
     def of_text(self, length: int) -> int:
         """Operations for one sequence of ``length`` tokens, including the logits of every token."""
-        return _text_flops(self, length)
+        return self.per_token * length + self.attention(length)
+
+    def under(self, patterns: Sequence[Pattern]) -> PassFlops:
+        """A forward pass of which the layers have other patterns."""
+        pairs = zip(self.forward, patterns, strict=True)
+        return replace(self, forward=tuple(call._replace(pattern=pattern) for call, pattern in pairs))
 
 
 @functools.lru_cache(maxsize=64)
-def _text_flops(flops: ForwardFlops, length: int) -> int:
-    pairs = sum(
-        pattern.num_pairs(length, num_kv_heads=flops.num_kv_heads, is_causal=True) for pattern in flops.patterns
-    )
-    return flops.per_token * length + flops.per_pair * pairs
+def _attention_flops(flops: PassFlops, length: int) -> int:
+    with _real_tensors():
+        return sum(
+            number * of_pairs(call.num_pairs(length), call.head_dim, call.value_dim)
+            for calls, of_pairs in ((flops.forward, forward_flops), (flops.backward, backward_flops))
+            for call, number in Counter(calls).items()
+        )
 
 
-def training_flops(flops: ForwardFlops, stages: Stages, step: int) -> int:
+@contextmanager
+def _real_tensors() -> Iterator[None]:
+    """Context in which tensors are real where those of a model are not: pairs of rules are counted with tensors."""
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+def training_flops(flops: PassFlops, stages: Stages, step: int) -> int:
     """Operations of the first ``step`` optimizer steps, forward and backward, one window of the longest each."""
-    patterns = stages.patterns or (flops.patterns,) * len(stages.lengths)
-    counts = zip(stages.windows_after(step), stages.lengths, patterns, strict=True)
-    return FORWARD_AND_BACKWARD * sum(
-        count * replace(flops, patterns=of_stage).of_text(length) for count, length, of_stage in counts
-    )
+    of_stages = [flops.under(patterns) for patterns in stages.patterns] or [flops] * len(stages.lengths)
+    counts = zip(stages.windows_after(step), stages.lengths, of_stages, strict=True)
+    return FORWARD_AND_BACKWARD * sum(count * of_stage.of_text(length) for count, length, of_stage in counts)
 
 
-def documents_flops(flops: ForwardFlops, lengths: Sequence[int]) -> int:
+def documents_flops(flops: PassFlops, lengths: Sequence[int]) -> int:
     """Operations for packed documents of these lengths, forward and backward."""
     return FORWARD_AND_BACKWARD * sum(map(flops.of_text, lengths))
 
 
-def longnet_flops(config: LongNetConfig) -> ForwardFlops:
-    """Operation counts of a LongNet, from its configuration."""
+def longnet_flops(config: LongNetConfig) -> PassFlops:
+    """Operation counts of a forward pass of a LongNet, from its configuration."""
     kv_heads, head_dim = heads_of(config)
-    per_pair = pair_flops(config.num_heads // kv_heads, head_dim)
-    patterns = tuple(config.pattern(layer) for layer in range(config.num_layers))
-    return ForwardFlops(2 * config.num_matrix_weights, per_pair, patterns, kv_heads)
+    layers = map(config.pattern, range(config.num_layers))
+    calls = (AttentionCall(pattern, True, config.num_heads, kv_heads, head_dim, head_dim) for pattern in layers)
+    return PassFlops(2 * config.num_matrix_weights, tuple(calls))
 
 
-def pretrained_flops(model: PreTrainedModel, pattern: Pattern, num_kv_heads: int) -> ForwardFlops:
-    """Operation counts of a transformers model whose layers attend under ``pattern``, whatever its layers are.
+def pretrained_flops(model: PreTrainedModel, *, is_step: bool = False) -> PassFlops:
+    """Operation counts of a transformers model with a pattern, from the calls that its layers make.
 
-    Raises:
-        RunError: its attention does not follow the pattern.
-    """
-    others, of_pairs = counted_flops(model, pattern, num_kv_heads)
-    return ForwardFlops(others // COUNTED_TOKENS, of_pairs, (pattern,), num_kv_heads)
-
-
-def counted_flops(
-    model: PreTrainedModel, pattern: Pattern, num_kv_heads: int, *, is_step: bool = False
-) -> tuple[int, int]:
-    """Operations of a pass over a sequence of :data:`COUNTED_TOKENS`, as PyTorch counts them.
+    Layers may attend under different patterns, such as their own sliding windows, and with heads of different widths.
+    PyTorch counts the operations on a sequence of :data:`COUNTED_TOKENS`.
 
     Args:
         model: the model; its gradients are dropped.
-        pattern: pattern under which its layers attend.
-        num_kv_heads: key/value heads per layer.
         is_step: forward and backward pass with the loss of all tokens, in training mode; otherwise a forward pass.
 
-    Returns:
-        Operations of all tokens without attention, and of attention for a pair of the pattern.
-
     Raises:
-        RunError: its attention does not follow the pattern.
+        RunError: its layers do not attend over the whole sequence by :func:`dilated_attention_pytorch.attend`.
     """
-    device = next(model.parameters()).device
+    ours, device = torch.ops.dilated_attention_pytorch, next(model.parameters()).device
+    calls: dict[Any, list[AttentionCall]] = {ours.attend: [], ours.attend_backward: []}
+    operands = {ours.attend: 0, ours.attend_backward: GRADIENTS}
+    noting = {operator: _noting(calls[operator], flop_registry[operator], operands[operator]) for operator in calls}
     tokens = torch.arange(COUNTED_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
     was_training = model.training
     model.train(is_step)
-    with torch.set_grad_enabled(is_step), FlopCounterMode(display=False) as counter:
+    with torch.set_grad_enabled(is_step), FlopCounterMode(display=False, custom_mapping=noting) as counter:
         out = model(tokens, labels=tokens if is_step else None, use_cache=False)
         if is_step:
             out.loss.backward()
             model.zero_grad()
     model.train(was_training)
-    operators = (torch.ops.dilated_attention_pytorch.attend, torch.ops.dilated_attention_pytorch.attend_backward)
     counts = counter.get_flop_counts()["Global"]
-    attention = sum(counts.get(operator, 0) for operator in operators)
-    pairs = pattern.num_pairs(COUNTED_TOKENS, num_kv_heads=num_kv_heads, is_causal=True)
-    of_pairs, rest = divmod(attention, pairs)
-    if not of_pairs or rest:
+    others = sum(counts.values()) - sum(counts.get(operator, 0) for operator in calls)
+    flops = PassFlops(others // COUNTED_TOKENS, *map(tuple, calls.values()))
+    expected = sum(counts.values()) - others
+    if not expected or flops.attention(COUNTED_TOKENS) != expected:
         raise RunError(
-            f"the operations of {type(model).__name__} were to be counted by the {pairs} pairs of its pattern, and its "
-            f"attention computed {attention}; report this model"
+            f"the operations of {type(model).__name__} were to be counted by the pairs of its patterns, "
+            f"{flops.attention(COUNTED_TOKENS)} for {COUNTED_TOKENS} tokens, and its attention computed {expected}; "
+            "report this model"
         )
-    return sum(counts.values()) - attention, of_pairs
+    return flops
+
+
+def _noting(calls: list[AttentionCall], formula: Callable[..., int], first: int) -> Callable[..., int]:
+    """The formula of an operator whose operands from ``first`` on are those of a call, which is noted."""
+
+    def of_operator(*arguments: Any, **options: Any) -> int:
+        calls.append(AttentionCall.of(call_of(*arguments[first:])))
+        with _real_tensors():
+            return formula(*arguments, **options)
+
+    of_operator._get_raw = True  # type: ignore[attr-defined]  # as register_flop_formula(get_raw=True) marks it
+    return of_operator
 
 
 class StepWork(NamedTuple):
@@ -158,11 +214,9 @@ def step_work(settings: TrainSettings) -> StepWork:
     rows, batches = rows_of_batch(settings), settings.gradient_accumulation
     head = 2 * model.vocab_size * model.embed_dim * rows
     matrices = flops.per_token * rows - head
-    of_layer = pairs_of(settings)
-    recomputed = recomputed_layers(model)
-    attention = sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair
-    attention += attention * BACKWARD_PRODUCTS // FORWARD_PRODUCTS
-    attention += sum(of_layer[flops.patterns[layer]] for layer in recomputed) * flops.per_pair
+    recomputed, of_layer = recomputed_layers(model), _attention_of_layers(settings, flops)
+    attention = sum(of_layer) * (FORWARD_PRODUCTS + BACKWARD_PRODUCTS) // FORWARD_PRODUCTS
+    attention += sum(of_layer[layer] for layer in recomputed)
     # Recomputation stops when nothing more is needed: before the last product, unless dropout follows it.
     assert model.ffn_dim is not None
     last = 0 if model.dropout else 2 * model.ffn_dim * model.embed_dim * rows
@@ -186,10 +240,15 @@ def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
 
 def forward_work(settings: TrainSettings) -> StepWork:
     """Operations of a forward pass alone, on one batch."""
-    flops, of_layer = longnet_flops(settings.model), pairs_of(settings)
-    return StepWork(
-        flops.per_token * rows_of_batch(settings), sum(of_layer[pattern] for pattern in flops.patterns) * flops.per_pair
-    )
+    flops = longnet_flops(settings.model)
+    return StepWork(flops.per_token * rows_of_batch(settings), sum(_attention_of_layers(settings, flops)))
+
+
+def _attention_of_layers(settings: TrainSettings, flops: PassFlops) -> list[int]:
+    """Operations of attention of every layer in a forward pass on one batch."""
+    pairs = pairs_of(settings)
+    ratio = settings.model.num_heads // heads_of(settings.model)[0]
+    return [forward_flops(ratio * pairs[call.pattern], call.head_dim, call.value_dim) for call in flops.forward]
 
 
 def block_matrices(model: LongNetConfig) -> list[tuple[int, int]]:

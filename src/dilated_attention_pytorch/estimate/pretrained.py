@@ -17,11 +17,10 @@ from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError, first_line
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.training.autocast import autocast, computing_dtype
-from dilated_attention_pytorch.training.pretrained import num_kv_heads
 from dilated_attention_pytorch.training.run_settings import AdamW
 
 from .attention import operator_bytes
-from .flops import COUNTED_TOKENS, ForwardFlops, StepWork, counted_flops, pretrained_flops
+from .flops import PassFlops, StepWork, pretrained_flops
 from .generation import Generation, walk
 from .live_bytes import LiveBytes, Moment
 from .memory import LEAST_MOMENTS, Footprint, parts_of, peak
@@ -105,7 +104,7 @@ def _last_logits(model: PreTrainedModel) -> dict[str, Any]:
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def operations(run: PretrainedRun, purpose: Purpose) -> tuple[ForwardFlops, StepWork]:
+def operations(run: PretrainedRun, purpose: Purpose) -> tuple[PassFlops, StepWork]:
     """Operations of a forward pass, and of a step with recomputation or a forward pass, on fake tensors.
 
     They are those that ``torch.utils.flop_counter`` counts.
@@ -113,17 +112,15 @@ def operations(run: PretrainedRun, purpose: Purpose) -> tuple[ForwardFlops, Step
     Raises:
         RunError: the model cannot run under the pattern.
     """
-    heads = num_kv_heads(run.config)
     # The model checks whether its mask lets all tokens see the one before; LiveBytes answers for fake tensors.
     with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
         model = _build(run, torch.float32)
-        forward = pretrained_flops(model, run.pattern, heads)
+        forward = pretrained_flops(model)
         if run.gradient_checkpointing:
             _recompute_blocks(model)
-        others, of_pair = counted_flops(model, run.pattern, heads, is_step=purpose == "training")
-    pairs = run.pattern.num_pairs(run.length, num_kv_heads=heads, is_causal=True)
-    work = StepWork(others // COUNTED_TOKENS * run.length * run.batch_size, of_pair * pairs * run.batch_size)
-    return forward, work
+        computed = pretrained_flops(model, is_step=purpose == "training")
+    products, attention = computed.per_token * run.length, computed.attention(run.length)
+    return forward, StepWork(products * run.batch_size, attention * run.batch_size)
 
 
 def trace(
@@ -173,7 +170,7 @@ def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> F
     Generation, given by its lengths: a chunk of the prompt, and the bounded cache (``integrations.BoundedCache``), all
     in the precision of the run.
     """
-    text, generation = run.config.get_text_config(), purpose if isinstance(purpose, Generation) else None
+    generation = purpose if isinstance(purpose, Generation) else None
     if generation is not None:
         run = dataclasses.replace(run, length=min(generation.prompt, generation.chunk_size))
     dtype = torch.float32 if generation is None else computing_dtype(run.precision)
@@ -182,13 +179,17 @@ def pretrained_footprint(run: PretrainedRun, purpose: Purpose | Generation) -> F
     if purpose == "training":
         return dataclasses.replace(memory, optimizer=LEAST_MOMENTS[run.optimizer] * memory.weights // 4)
     if generation is not None:
-        slots = walk(
-            (run.pattern,), num_kv_heads(run.config), generation.prompt, generation.new_tokens, generation.chunk_size
-        ).slots[run.pattern]
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        of_slot = num_kv_heads(run.config) * head_dim * dtype.itemsize
-        return dataclasses.replace(memory, cache=2 * run.batch_size * text.num_hidden_layers * slots * of_slot)
+        return dataclasses.replace(memory, cache=run.batch_size * dtype.itemsize * _cached_elements(run, generation))
     return memory
+
+
+def _cached_elements(run: PretrainedRun, generation: Generation) -> int:
+    """Elements of keys and values of a text in the bounded cache at the end of a generation."""
+    layers = operations(run, "forward")[0].forward
+    patterns = tuple(dict.fromkeys(call.pattern for call in layers))
+    prompt, new_tokens, chunk = dataclasses.astuple(generation)
+    slots = walk(patterns, layers[0].num_kv_heads, prompt, new_tokens, chunk).slots
+    return sum(slots[call.pattern] * call.num_kv_heads * (call.head_dim + call.value_dim) for call in layers)
 
 
 def plan_pretrained(run: PretrainedRun, device: Device, *, purpose: Purpose = "training") -> RunPlan:

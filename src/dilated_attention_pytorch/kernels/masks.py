@@ -39,6 +39,8 @@ class ScoreTerms:
     """Key at position t and query at position p have the bias ``[h, t - p - first_distance]``."""
     key_bias: Tensor | None = None
     """``[B, M, G]`` in the accumulation dtype."""
+    coordinates: Tensor | None = None
+    """``[B, 2, M]``; ``distance_bias`` is then ``[H, 1]`` and counts distances between them."""
     bias_at: Callable[[Tensor, Tensor], Tensor] | None = None
     """The bias by distance as a function of query heads and distances t - p, in place of ``distance_bias``: for the few
     rows of a cache, without gradients."""

@@ -92,18 +92,24 @@ def is_written_once(partial: AnyPartial) -> bool:
 class Terms(NamedTuple):
     """Terms of the scores besides the products: ``cap(scale q.k) + line[h, origin + j - i] + key_bias[j]``.
 
-    The fields are arguments of the kernels, in the order of ``csrc/library.cpp``.
+    With coordinates, ``line[h, 0]`` times the Euclidean distance of both rows replaces the number of the line. The
+    fields are arguments of the kernels, in the order of ``csrc/library.cpp``.
     """
 
     softcap: float = 0.0
     """``cap(x) = softcap * tanh(x / softcap)``; 0 for no cap."""
     line: Tensor | None = None
     """float32 ``[H, n]``, contiguous: numbers by the distance of the query with index i and the key with index j of a
-    partial. Indices count its queries and keys; those of queries whose rows are listed are the rows."""
+    partial. Indices count its queries and keys; those of queries whose rows are listed are the rows. With coordinates
+    ``[H, 1]``: the bias of a unit of distance."""
     origin: int = 0
     """Index of the number of distance 0."""
     key_bias: Tensor | None = None
     """float32 ``[B, M, G]``, finite; its rows and heads are those of the keys."""
+    coordinates: Tensor | None = None
+    """float32 ``[B, 2, M]``, contiguous, of the rows of keys. A pair has no bias by distance where one is NaN."""
+    first_query: int = 0
+    """Row of the coordinates of query row 0."""
 
 
 NO_TERMS = Terms()
@@ -165,7 +171,7 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
         geometry = ([*numbers[:-1], 1], heads, axes, None, None, operands.seen_rows.reshape(-1), ends)
     origins = [*of_out, *(_origin_of_remote(partial) if operands.is_remote else WHOLE)]
     terms = operands.terms or NO_TERMS
-    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
+    _check_terms(terms, operands)
     rest = (*geometry, *operands.options, None if units is None else units.gates, *terms)
     torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
@@ -202,12 +208,18 @@ def add_gradients(
     gates = None if units is None else units.gates
     of_units = None if gates is None else torch.zeros_like(gates)
     terms = operands.terms or NO_TERMS
-    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
+    _check_terms(terms, operands)
     rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms]
     rest += of_units, grad_line, grad_key_bias
     torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
     if units is not None and of_units is not None and grad_gates is not None:
         grad_gates += units.by_block(of_units)
+
+
+def _check_terms(terms: Terms, operands: Operands) -> None:
+    line, coordinates = terms.line, terms.coordinates
+    assert line is None or (line.is_contiguous() and not operands.is_remote)
+    assert coordinates is None or (line is not None and line.shape[1] == 1 and coordinates.is_contiguous())
 
 
 class _Units(NamedTuple):

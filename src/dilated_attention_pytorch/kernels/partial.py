@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import fused, products
-from .products import KeepFactors, Result, Terms
+from .products import BlockTerms, KeepFactors, Result
 
 
 class PartialCall(NamedTuple):
@@ -24,7 +24,7 @@ class PartialCall(NamedTuple):
     value: Tensor
     bias: Tensor | None
     keep_factors: KeepFactors | None
-    terms: Terms | None
+    terms: BlockTerms | None
     is_causal: bool
     scale: float
 

@@ -47,7 +47,7 @@ KeepFactors = Callable[[ScoreBlock], Tensor]
 """Dropout factors of a block: ``[problems, rows, keys]``."""
 
 
-class Terms(NamedTuple):
+class BlockTerms(NamedTuple):
     """Terms of the scores besides the scale, masks and gates."""
 
     softcap: float = 0.0
@@ -86,7 +86,7 @@ def forward(
     value: Tensor,
     bias: Tensor | None = None,
     keep_factors: KeepFactors | None = None,
-    terms: Terms | None = None,
+    terms: BlockTerms | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -136,7 +136,7 @@ def weighted_sum(
     factors: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None]],
     bias: Tensor | None = None,
     keep_factors: KeepFactors | None = None,
-    terms: Terms | None = None,
+    terms: BlockTerms | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -186,7 +186,7 @@ def backward(
     delta: Tensor,
     bias: Tensor | None = None,
     keep_factors: KeepFactors | None = None,
-    terms: Terms | None = None,
+    terms: BlockTerms | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -267,7 +267,7 @@ def _scores(
     query: Tensor,
     key: Tensor,
     bias: Tensor | None,
-    terms: Terms | None,
+    terms: BlockTerms | None,
     block: ScoreBlock,
     *,
     is_causal: bool,

@@ -25,10 +25,11 @@ def reference_attention(
     softcap: float = 0.0,
     distance_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    coordinates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp directly from the definition, in O(N M) time and memory.
 
-    ``keep_probability`` are the dropout factors of the merged probabilities, ``[B, H, N, M]``; for the last three see
+    ``keep_probability`` are the dropout factors of the merged probabilities, ``[B, H, N, M]``; for the last four see
     :class:`.call.Call`.
     """
     query_rows = torch.arange(query.shape[1], device=query.device) + query_offset
@@ -45,6 +46,7 @@ def reference_attention(
         softcap=softcap,
         distance_bias=distance_bias,
         key_bias=key_bias,
+        coordinates=coordinates,
     )
     if keep_probability is not None:
         probabilities = probabilities * keep_probability.to(probabilities.dtype)
@@ -66,6 +68,7 @@ def reference_probabilities(
     softcap: float = 0.0,
     distance_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    coordinates: Tensor | None = None,
     first_row: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities ``c exp(s - L)`` of some rows, directly from the definition, in O(R M) time and memory.
@@ -76,7 +79,7 @@ def reference_probabilities(
         pattern: attention pattern.
         query_rows: int64 ``[R]``, absolute positions of the queries, or their rows with ``cu_seqlens``.
         is_causal, scale, key_offset, cu_seqlens, key_padding_mask: see :func:`dilated_attention_pytorch.attend`.
-        softcap, distance_bias, key_bias: see :class:`.call.Call`.
+        softcap, distance_bias, key_bias, coordinates: see :class:`.call.Call`.
         first_row: position of the first row of the whole query; None = that of the first of ``query_rows``.
 
     Returns:
@@ -95,7 +98,12 @@ def reference_probabilities(
     scores = scale * torch.einsum("bnhd,bmhd->bhnm", query.to(dtype), k)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    if distance_bias is not None:
+    if coordinates is not None:
+        assert distance_bias is not None
+        difference = coordinates[:, :, query_rows - key_offset, None] - coordinates.unsqueeze(2)
+        distance = difference.square().sum(1).sqrt().nan_to_num(0.0)
+        scores = scores + distance_bias.unsqueeze(-1) * distance.unsqueeze(1)
+    elif distance_bias is not None:
         num_rows = distance_bias.shape[1] - key.shape[1] + 1
         rows = query_rows - (query_rows[:1] if first_row is None else first_row)
         scores = (

@@ -330,7 +330,7 @@ class CacheStep:
         """
         assert not dropout_p
         assert not torch.is_grad_enabled()
-        assert scores is None or scores.key_bias is None
+        assert scores is None or (scores.key_bias is None and scores.coordinates is None)
         pattern = self.patterns[layer]
         if len(self.slabs) == 1:
             slab = self.slabs[0]

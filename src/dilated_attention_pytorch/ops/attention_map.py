@@ -250,6 +250,7 @@ def _of_rows(call: Call, rows: Tensor) -> Tensor:
         softcap=call.softcap,
         distance_bias=call.distance_bias,
         key_bias=call.key_bias,
+        coordinates=call.coordinates,
         first_row=call.first_query,
     )
     probabilities, lse = probabilities.transpose(1, 2), lse.transpose(1, 2)

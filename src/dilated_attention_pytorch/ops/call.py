@@ -65,8 +65,8 @@ class Call(NamedTuple):
 
     The keys that a query sees are those under ``pattern``, or, with ``blocks``, those of its query block's list. The
     scores are ``s = cap(scale * q . k) + e`` with ``e`` the log-gate of the key's block and the biases of distance and
-    key, each 0 where it is None. A call is checked
-    (:func:`.validation.check_call`), then an implementation is chosen (:func:`.attend.attend_checked`), then it runs.
+    key, each 0 where it is None. A call is checked (:func:`.validation.check_call`), then an implementation is chosen
+    (:func:`.attend.attend_checked`), then it runs.
     """
 
     query: Tensor
@@ -77,7 +77,8 @@ class Call(NamedTuple):
     log_gates: Tensor | None = None
     """``[B, G, query blocks, k]``"""
     distance_bias: Tensor | None = None
-    """``[H, N + M - 1]`` in the accumulation dtype: row i of query and row j of key have ``[h, j - i + N - 1]``"""
+    """``[H, N + M - 1]`` in the accumulation dtype: row i of query and row j of key have ``[h, j - i + N - 1]``. With
+    ``coordinates`` ``[H, 1]``: the bias of a unit of distance."""
     key_bias: Tensor | None = None
     """``[B, M, G]`` in the accumulation dtype"""
     blocks: Tensor | None = None
@@ -88,6 +89,9 @@ class Call(NamedTuple):
     """bool ``[B, M]``, True = ignore"""
     dropout_seed: Tensor | None = None
     """int64 scalar; None = no dropout"""
+    coordinates: Tensor | None = None
+    """``[B, 2, M]`` in the accumulation dtype, contiguous: those of key row j are ``[b, :, j]``, those of query row i
+    ``[b, :, i + query_offset - key_offset]``. Pairs with a NaN have no bias."""
     pattern: Pattern | None = None
     """None with ``blocks``."""
     block_sizes: tuple[int, ...] = ()
@@ -158,12 +162,12 @@ class Call(NamedTuple):
 
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? log_gates, Tensor? distance_bias, Tensor? key_bias, "
-    "Tensor? blocks, Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? dropout_seed, str pattern, "
-    "SymInt[] block_sizes, bool is_causal, float scale, SymInt query_offset, SymInt key_offset, float dropout_p, "
-    "float softcap, bool has_fixed_bias, str impl"
+    "Tensor? blocks, Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? dropout_seed, Tensor? coordinates, "
+    "str pattern, SymInt[] block_sizes, bool is_causal, float scale, SymInt query_offset, SymInt key_offset, "
+    "float dropout_p, float softcap, bool has_fixed_bias, str impl"
 )
 """The fields of :class:`Call`, less the last two, as arguments of an operator."""
-NUM_TENSORS = 10
+NUM_TENSORS = 11
 """Number of these that are tensors, which come first."""
 NUM_LEAVES = 6
 """Number of these tensors that have gradients, which come first."""

@@ -45,6 +45,7 @@ class Dense(Implementation):
                 softcap=call.softcap,
                 distance_bias=call.distance_bias,
                 key_bias=call.key_bias,
+                coordinates=call.coordinates,
             )
 
 

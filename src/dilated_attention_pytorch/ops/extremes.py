@@ -174,7 +174,7 @@ def _unweighted(call: Call) -> Call:
     if gates is not None:
         # A row sees a block iff its gate is not -inf; a small gate would hide that it does.
         gates = torch.zeros_like(gates).masked_fill(gates == float("-inf"), float("-inf"))
-    call = call._replace(softcap=0.0, distance_bias=None, key_bias=None)
+    call = call._replace(softcap=0.0, distance_bias=None, key_bias=None, coordinates=None)
     return call._replace(dropout_seed=None, dropout_p=0.0, log_gates=gates)
 
 

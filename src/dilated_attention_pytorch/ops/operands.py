@@ -27,6 +27,8 @@ Name = Literal[
     "heads",
     "query_positions",
     "key_positions",
+    "query_coordinates",
+    "key_coordinates",
     "grad_gates",
     "grad_key_bias",
     "bias",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention_pytorch.patterns import pattern_from_spec
-from dilated_attention_pytorch.patterns.flops import pair_flops
+from dilated_attention_pytorch.patterns.flops import backward_flops, forward_flops, pair_flops
 
 from . import host
 from .call import NUM_LEAVES, SCHEMA, Call
@@ -104,14 +104,14 @@ attend.register_autograd(saved_gradients, setup_context=_save)
 def _attend_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """Two matrix products over exactly the pairs of the pattern: scores, and the sum of values."""
     call = call_of(*arguments)
-    return pair_flops(num_pairs(call), call.query.shape[-1] + call.value.shape[-1], products=1)
+    return forward_flops(num_pairs(call), call.query.shape[-1], call.value.shape[-1])
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.attend_backward, get_raw=True)
 def _attend_backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     """Five matrix products, including the recomputation of the scores, as PyTorch counts its own attention."""
     call = call_of(*arguments[4:])
-    return pair_flops(num_pairs(call), 3 * call.query.shape[-1] + 2 * call.value.shape[-1], products=1)
+    return backward_flops(num_pairs(call), call.query.shape[-1], call.value.shape[-1])
 
 
 @register_flop_formula(torch.ops.dilated_attention_pytorch.weighted_sum, get_raw=True)

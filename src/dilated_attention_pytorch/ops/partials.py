@@ -16,7 +16,7 @@ from dilated_attention_pytorch.kernels import native, products
 from dilated_attention_pytorch.kernels.dropout import keep_factors
 from dilated_attention_pytorch.kernels.masks import Masks, ScoreTerms
 from dilated_attention_pytorch.kernels.partial import PRODUCTS, Kernel, MergedViews, PartialCall
-from dilated_attention_pytorch.kernels.products import LOG2_E, KeepFactors, Result, ScoreBlock, Terms
+from dilated_attention_pytorch.kernels.products import LOG2_E, BlockTerms, KeepFactors, Result, ScoreBlock
 from dilated_attention_pytorch.plan.block_lists import AnyPartial, BlockLists
 from dilated_attention_pytorch.plan.gathered import Gathered
 from dilated_attention_pytorch.plan.geometry import Partial
@@ -83,7 +83,10 @@ class Work:
             if self.terms.distance_bias is not None:
                 of_partial, origin = self.line(partial, self.terms.distance_bias)
                 line = of_partial.contiguous()
-            terms = native.Terms(self.terms.softcap, line, origin, self.terms.key_bias)
+            first_query = masks.query_offset - masks.key_offset
+            terms = native.Terms(
+                self.terms.softcap, line, origin, self.terms.key_bias, self.terms.coordinates, first_query
+            )
         operands = (self.query, self.key, self.value, self.ratio, options, self.is_remote, self.seen_rows)
         return native.Operands(*operands, terms)
 
@@ -91,9 +94,12 @@ class Work:
         """The part of a tensor ``[H, distances]`` that a partial over local keys reads, as a view ``[H, n]``.
 
         The query at position i and key j, in steps of the partial, have ``[h, origin + j - i]``; also returns origin.
+        With coordinates, all of it.
         """
         assert self.terms is not None
         assert not self.is_remote
+        if self.terms.coordinates is not None:
+            return distance_bias, 0
         nearest = self.masks.key_offset - self.masks.query_offset - self.terms.first_distance
         if isinstance(partial, BlockLists):
             return distance_bias, nearest
@@ -188,6 +194,12 @@ class Work:
                 assert not self.is_remote
                 keys = (torch.arange(of_keys[1], device=device) + masks.key_offset).view(-1, 1)
             found["key_positions"] = Operand(keys.expand(of_keys), self.rows_of_keys)
+        if terms is not None and terms.coordinates is not None:
+            assert not self.is_remote
+            places = terms.coordinates.mT.unsqueeze(2)  # [B, M, 1, 2]
+            of_rows = places.narrow(1, masks.query_offset - masks.key_offset, of_queries[1])
+            found["query_coordinates"] = Operand(of_rows.expand(*of_queries, 2))
+            found["key_coordinates"] = Operand(places.expand(*of_keys, 2), self.rows_of_keys)
         return found
 
     def views(self, partial: AnyPartial, operands: Operands) -> Iterator[PartialViews]:
@@ -224,7 +236,7 @@ class Work:
         operands = views["query"], views["key"], views["value"]
         return PartialCall(*operands, bias, factors, terms, is_causal(partial), self.scale)
 
-    def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> Terms | None:
+    def terms_of(self, views: PartialViews, grad_distance_bias: Tensor | None = None) -> BlockTerms | None:
         """Terms of the scores of a partial over views; None without any but a bias of keys.
 
         ``grad_distance_bias [H, distances]``: the gradient of the bias by distance is added to it.
@@ -233,7 +245,7 @@ class Work:
         if terms is None or not (terms.is_by_distance or terms.softcap):
             return None
         if not terms.is_by_distance:
-            return Terms(terms.softcap)
+            return BlockTerms(terms.softcap)
 
         def places(block: ScoreBlock) -> tuple[Tensor, Tensor]:
             """Query heads, and distances of all pairs."""
@@ -244,7 +256,9 @@ class Work:
             assert terms.bias_at is not None
             assert grad_distance_bias is None
             bias_at = terms.bias_at
-            return Terms(terms.softcap, lambda block: bias_at(*places(block)))
+            return BlockTerms(terms.softcap, lambda block: bias_at(*places(block)))
+        if terms.coordinates is not None:
+            return _terms_in_the_plane(terms.softcap, terms.distance_bias, views, grad_distance_bias)
         distance_bias, last = terms.distance_bias.reshape(-1), terms.distance_bias.shape[1] - 1
 
         def index(block: ScoreBlock) -> Tensor:
@@ -256,7 +270,7 @@ class Work:
             assert grad_distance_bias is not None
             grad_distance_bias.view(-1).index_add_(0, index(block).flatten(), grad_scores.flatten())
 
-        return Terms(
+        return BlockTerms(
             terms.softcap,
             lambda block: distance_bias[index(block)],
             None if grad_distance_bias is None else add_gradient,
@@ -277,6 +291,29 @@ class Work:
             return keep_factors(seed, sequences, heads, rows, keys, masks.dropout_p, self.dtype)
 
         return factors
+
+
+def _terms_in_the_plane(softcap: float, of_a_unit: Tensor, views: PartialViews, grad: Tensor | None) -> BlockTerms:
+    """Terms with the bias ``of_a_unit [H, 1]`` times the distance of two coordinates; its gradient is added to."""
+
+    def heads(block: ScoreBlock) -> Tensor:
+        return block.of_queries(views["heads"])  # [problems, rows]
+
+    def distance(block: ScoreBlock) -> Tensor:
+        rows, keys = block.of_queries(views["query_coordinates"]), block.of_keys(views["key_coordinates"])
+        x, y = ((rows[..., axis].unsqueeze(-1) - keys[..., axis].unsqueeze(-2)).square_() for axis in (0, 1))
+        return x.add_(y).sqrt_().nan_to_num_(0.0)
+
+    def add_gradient(block: ScoreBlock, grad_scores: Tensor) -> None:
+        assert grad is not None
+        of_rows = (grad_scores * distance(block)).sum(-1)
+        grad.view(-1).index_add_(0, heads(block).flatten(), of_rows.flatten())
+
+    return BlockTerms(
+        softcap,
+        lambda block: of_a_unit.view(-1)[heads(block)].unsqueeze(-1) * distance(block),
+        None if grad is None else add_gradient,
+    )
 
 
 class TermGradients(NamedTuple):

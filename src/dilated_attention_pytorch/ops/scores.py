@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.precision import accumulation_dtype
-
 from .call import Call
 from .derivatives import is_recorded, needs_dispatcher
 
@@ -30,10 +28,14 @@ class Scores:
         softcap: cap of the scaled scores, positive (Gemma 2, arXiv 2408.00118).
         sinks: ``[H]``, logits of a key with value 0 that every query of the head sees (gpt-oss, arXiv 2508.10925). A
             row without a key has output 0 and ``L = sink_h``.
-        slopes: ``[H]``, bias ``-slope_h |t - p|`` (ALiBi, arXiv 2108.12409).
+        slopes: ``[H]``, bias ``-slope_h |t - p|`` (ALiBi, arXiv 2108.12409), or ``-slope_h |x_t - x_p|`` with
+            ``coordinates``.
         distance_bias: ``[H, 2 W + 1]``, bias ``distance_bias[h, clamp(t - p, -W, W) + W]``; see :meth:`t5`.
         key_bias: ``[B, M]`` or ``[B, M, G]``, bias of every key, per sequence and key/value head; finite. Hide keys by
             ``key_padding_mask``.
+        coordinates: ``[B, M, 2]``, coordinates x of the positions of the keys, among which the queries lie; slopes are
+            then of Euclidean distances in the plane (TITAN, arXiv 2411.19666). They are finite; a row of NaN has no
+            place, as a class token, and its pairs no bias. Rounded to the dtype of the scores, without a gradient.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type, shape or range.
@@ -50,6 +52,7 @@ class Scores:
     slopes: Tensor | None = None
     distance_bias: Tensor | None = None
     key_bias: Tensor | None = None
+    coordinates: Tensor | None = None
 
     def __post_init__(self) -> None:
         cap = self.softcap
@@ -69,10 +72,29 @@ class Scores:
                 raise TypeError(f"{name} must be a floating tensor {shape}, got {kind}")
             if tensor.dim() not in dims:
                 raise ValueError(f"{name} must have the shape {shape}, got {list(tensor.shape)}")
+        self._check_coordinates()
         if self.distance_bias is not None and self.distance_bias.shape[1] % 2 == 0:
             raise ValueError(
                 "distance_bias must have the shape [H, 2 W + 1], for the distances -W to W, got "
                 f"{list(self.distance_bias.shape)}"
+            )
+
+    def _check_coordinates(self) -> None:
+        places = self.coordinates
+        if places is None:
+            return
+        if not isinstance(places, Tensor) or places.is_complex() or places.dtype == torch.bool:
+            kind = places.dtype if isinstance(places, Tensor) else type(places).__name__
+            raise TypeError(f"coordinates must be a tensor [B, M, 2] of real numbers, got {kind}")
+        if places.dim() != 3 or places.shape[2] != 2:
+            raise ValueError(f"coordinates must have the shape [B, M, 2], got {list(places.shape)}")
+        if places.requires_grad:
+            raise ValueError("coordinates have no gradient, got a tensor that requires one: pass coordinates.detach()")
+        if self.slopes is None or self.distance_bias is not None:
+            which = "no slopes" if self.slopes is None else "distance_bias"
+            raise ValueError(
+                "coordinates give slopes their distances, and distance_bias counts positions: pass slopes without "
+                f"distance_bias, got {which}"
             )
 
     @classmethod
@@ -120,6 +142,7 @@ class Scores:
 
     def bias_at(self, heads: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """The bias by distance of query heads and distances t - p, int64 of shapes that broadcast, in ``dtype``."""
+        assert self.coordinates is None
         bias = torch.zeros((), dtype=dtype, device=distances.device)
         if self.slopes is not None:
             bias = -self.slopes.to(dtype)[heads] * distances.abs()
@@ -129,7 +152,7 @@ class Scores:
         return bias
 
     def for_heads(self, heads: Sequence[int]) -> Scores:
-        """The terms of some query heads; without the bias of keys."""
+        """The terms of some query heads; without the bias of keys and coordinates."""
         index = list(heads)
         parts = (None if x is None else x[index] for x in (self.sinks, self.slopes, self.distance_bias))
         return Scores(self.softcap, *parts)
@@ -148,9 +171,14 @@ def with_scores(call: Call, scores: Scores) -> Call:
         key_bias = key_bias.to(dtype).expand(*call.key.shape[:3])
     num_queries, num_keys = call.query.shape[1], call.key.shape[1]
     first, count = 1 - num_queries + call.key_offset - call.query_offset, num_queries + num_keys - 1
-    distance_bias, shift = by_distance(scores, first, count, dtype, call.query.device), None
+    coordinates, shift = scores.coordinates, None
+    if coordinates is None:
+        distance_bias = by_distance(scores, first, count, dtype, call.query.device)
+    else:
+        assert scores.slopes is not None
+        coordinates, distance_bias = coordinates.to(dtype).mT.contiguous(), -scores.slopes.to(dtype).unsqueeze(1)
     is_far = not isinstance(first, Tensor) and not first <= 0 < first + count
-    if distance_bias is not None and is_far and count > 0:
+    if distance_bias is not None and coordinates is None and is_far and count > 0:
         # A score would be rounded to the digits of a large bias: it is taken relative to that of the nearest key.
         shift = distance_bias[:, 0 if first > 0 else -1].detach()
         distance_bias = distance_bias - shift.unsqueeze(1)
@@ -160,6 +188,7 @@ def with_scores(call: Call, scores: Scores) -> Call:
         distance_bias=distance_bias,
         has_fixed_bias=is_eager and distance_bias is not None and not distance_bias.requires_grad,
         key_bias=key_bias,
+        coordinates=coordinates,
         softcap=0.0 if scores.softcap is None else float(scores.softcap),
         sinks=scores.sinks,
         shift=shift,
@@ -205,7 +234,7 @@ def check_scores(call: Call, scores: Scores) -> None:
             f"scores must be dilated_attention_pytorch.ops.Scores(...) or None, got {type(scores).__name__}"
         )
     batch, num_keys, kv_heads = call.key.shape[:3]
-    heads, dtype = call.query.shape[2], accumulation_dtype(call.query.dtype)
+    heads, dtype = call.query.shape[2], call.dtype
     allowed: dict[str, list[list[int]]] = {
         "sinks": [[heads]],
         "slopes": [[heads]],
@@ -228,3 +257,22 @@ def check_scores(call: Call, scores: Scores) -> None:
         elif shape not in allowed[name]:
             expected = "[H]" if name != "key_bias" else "[B, M] or [B, M, G]"
             raise ValueError(f"{name} of scores must be {expected} = {allowed[name][0]}, got {shape}")
+    if scores.coordinates is not None:
+        _check_places(call, scores.coordinates)
+
+
+def _check_places(call: Call, coordinates: Tensor) -> None:
+    expected = [*call.key.shape[:2], 2]
+    if coordinates.device != call.query.device or list(coordinates.shape) != expected:
+        raise ValueError(
+            f"coordinates of scores must be [B, M, 2] = {expected} on query's device {call.query.device}, got "
+            f"{list(coordinates.shape)} on {coordinates.device}"
+        )
+    if isinstance(call.query_offset, Tensor):
+        raise NotImplementedError("coordinates of scores need query_offset as an integer, got a tensor")
+    first, num_queries = call.query_offset - call.key_offset, call.query.shape[1]
+    if first < 0 or first + num_queries > call.key.shape[1]:
+        raise ValueError(
+            f"with coordinates, queries must lie at positions of keys, {call.key_offset} to "
+            f"{call.key_offset + call.key.shape[1] - 1}: got {num_queries} queries from position {call.query_offset} on"
+        )

@@ -85,7 +85,7 @@ def _works(call: Call, *, is_backward: bool = False, is_pair: bool = False) -> I
     terms = None
     if call.softcap or call.distance_bias is not None or call.key_bias is not None:
         first_distance = call.key_offset - call.query_offset - query.shape[1] + 1
-        terms = ScoreTerms(call.softcap, call.distance_bias, first_distance, call.key_bias)
+        terms = ScoreTerms(call.softcap, call.distance_bias, first_distance, call.key_bias, call.coordinates)
     for tile in tiles:
         if step >= query.shape[0]:
             masks = Masks(hidden, *of_masks)
@@ -96,8 +96,9 @@ def _works(call: Call, *, is_backward: bool = False, is_pair: bool = False) -> I
             masks = Masks(None if hidden is None else hidden[some], *of_masks)
             operands = (query[some], key[some], value[some], ratio, call.scale)
             of_some = terms
-            if terms is not None and terms.key_bias is not None:
-                of_some = replace(terms, key_bias=terms.key_bias[some])
+            if terms is not None:
+                key_bias, places = (None if x is None else x[some] for x in (terms.key_bias, terms.coordinates))
+                of_some = replace(terms, key_bias=key_bias, coordinates=places)
             yield Work(tile.partials, *operands, call.impl, masks, start, tile, terms=of_some)
 
 
@@ -116,6 +117,7 @@ def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
         merge_partials(work, accumulator, work.of_batch(lse), None if rest is None else work.of_batch(rest))
         if accumulator.tensor.dtype != out.dtype:
             work.store(accumulator, out)
+        del accumulator  # before that of the next tile is allocated
     return out, lse
 
 
@@ -135,6 +137,7 @@ def backward(
             for x in (call.distance_bias, call.key_bias)
         )
     )
+    wanted = of_terms._replace(distance_bias=None) if call.has_fixed_bias else of_terms
     lse = without_infinities(lse)
     for work in _works(call, is_backward=True, is_pair=rest is not None):
         accumulators = [
@@ -150,11 +153,12 @@ def backward(
             of_rest,
             work.of_batch(grad_out),
             of_grad_lse,
-            of_terms._replace(key_bias=None if of_terms.key_bias is None else work.of_batch(of_terms.key_bias)),
+            wanted._replace(key_bias=None if wanted.key_bias is None else work.of_batch(wanted.key_bias)),
         )
         for accumulator, grad in zip(accumulators, grads, strict=True):
             if accumulator.tensor.dtype != grad.dtype:
                 work.store(accumulator, grad)
+        del accumulator, accumulators  # before those of the next tile are allocated
     if call.log_gates is not None and of_gates is not None:
         grads.append(of_gates.to(call.log_gates.dtype))
     return *grads, *(grad for grad in of_terms if grad is not None)

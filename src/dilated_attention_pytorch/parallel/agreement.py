@@ -104,6 +104,8 @@ def agree(ranks: Ranks, call: Call, scores: Scores, sharding: Sharding, *, is_ls
         is_for_heads = ranks.heads is None and not (is_one_sequence and asked != "reference")
         strategy = "heads" if is_for_heads else cheapest(size, layout)
     _check_strategy(ranks, strategy, query, key, pattern, asked, is_one_sequence=is_one_sequence)
+    if scores.coordinates is not None:
+        raise NotImplementedError("coordinates of scores do not travel between ranks: call attend on one rank")
     if scores.key_bias is not None and (strategy != "heads" or ranks.heads is not None):
         raise NotImplementedError(
             f'key_bias of scores does not travel with the rows of strategy={strategy!r}: use strategy="heads" on a 1-D '

@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.errors import first_line
+from dilated_attention_pytorch.ops import Scores, attend
 from dilated_attention_pytorch.ops.validation import check_size
+from dilated_attention_pytorch.patterns import DilatedPattern
+from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .checkpoint import read_weights
 from .encoder import SlideEmbeddings
@@ -24,8 +26,6 @@ from .encoder import SlideEmbeddings
 AttentionalPool = Literal["parallel", "cascade"]
 _EPS = 1e-6
 """Epsilon of the LayerNorms of the blocks; those of the poolers have PyTorch's."""
-_BIAS_ELEMENTS = 2**25
-"""Biases computed at a time: 128 MiB in float32."""
 _PREFIX = "vision_encoder."
 _CONFIG, WEIGHTS_NAME = "config.json", "model.safetensors"
 
@@ -90,8 +90,8 @@ class TitanEncoder(nn.Module):
     ``x = [class token; gelu(W f)]`` for the cells of the slide, L layers ``x += attn(norm1(x))``,
     ``x += mlp(norm2(x))``, a norm, and attention pooling by learned queries. Attention is dense; the score of cells p
     and t has the bias ``-m_h |p - t|`` with the Euclidean distance in tiles and the slope ``m_h`` of the head (ALiBi),
-    and none where one of them is the class token. The biases of a few rows are computed at a time, so that memory is
-    linear in the tiles; TITAN's own code stores all N x N of them for every head, in float64 on the way.
+    and none where one of them is the class token. The kernels compute it from the coordinates, in memory linear in the
+    tiles; TITAN's own code stores all N x N biases of every head, in float64 on the way.
 
     As in that code, tiles are counted from the least coordinates of the slide, the features of tiles that lie in one
     cell are summed, and cells whose features are all 0 are left out.
@@ -164,9 +164,10 @@ class TitanEncoder(nn.Module):
         cells, features = _summed(features, self.config.grid_of(coordinates, tile_size))
         x = self.patch_embed(features.to(self.cls_token.dtype))
         x = torch.cat((self.cls_token[0].to(x.dtype), x))[None]
+        places = functional.pad(cells.to(accumulation_dtype(x.dtype)), (0, 0, 1, 0), value=math.nan)[None]
         states = [x[0, 0]]
         for block in self.blocks["modules_list"].children():
-            x = block(x, cells)
+            x = block(x, places)
             states.append(x[0, 0])
         x = self.norm(x)
         rows = self.attn_pool(x) if self.config.pool == "cascade" else x
@@ -200,8 +201,8 @@ class _Block(nn.Module):
         first, second = nn.Linear(config.embed_dim, config.ffn_dim), nn.Linear(config.ffn_dim, config.embed_dim)
         self.mlp = nn.Sequential(OrderedDict(fc1=first, gelu=nn.GELU(), fc2=second))
 
-    def forward(self, x: Tensor, cells: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), cells)
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), places)
         return x + self.mlp(self.norm2(x))
 
 
@@ -212,31 +213,12 @@ class _CellAttention(nn.Module):
         self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
         self.proj = nn.Linear(config.embed_dim, config.embed_dim)
 
-    def forward(self, x: Tensor, cells: Tensor) -> Tensor:
-        """``[1, M + 1, E]`` to ``[1, M + 1, E]``; row 0 is the class token, the others lie at ``cells [M, 2]``."""
-        # [3, 1, H, M + 1, D]
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        rows = max(1, _BIAS_ELEMENTS // (self.num_heads * k.shape[2]))
-        heads = []
-        for start in range(0, q.shape[2], rows):
-            part = (q[:, :, start : start + rows], k, v, cells, start)
-            # Without recomputation, the biases of all rows would be kept for the backward pass.
-            heads.append(checkpoint(_attend, *part, use_reentrant=False) if q.requires_grad else _attend(*part))
-        return self.proj(torch.cat(heads, dim=2).transpose(1, 2).flatten(-2))
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, start: int) -> Tensor:
-    """Attention of the rows from ``start`` on: ``[1, H, R, D]``."""
-    rows = torch.arange(start, start + query.shape[2], device=query.device)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    distances = query.new_zeros(len(rows), key.shape[2], dtype=dtype)
-    # The class token has no cell; its row and column stay 0.
-    places = cells.double()
-    distances[:, 1:] = torch.cdist(places[rows.clamp(min=1) - 1], places, compute_mode="donot_use_mm_for_euclid_dist")
-    distances[rows == 0] = 0
-    slope = torch.tensor(slopes(query.shape[1]), dtype=dtype, device=query.device)
-    bias = -slope[:, None, None] * distances
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None].to(query.dtype))
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        """``[1, M + 1, E]`` to ``[1, M + 1, E]``; rows lie at ``places [1, M + 1, 2]``, but for the class token."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        slope = torch.tensor(slopes(self.num_heads), dtype=accumulation_dtype(q.dtype), device=q.device)
+        pattern = DilatedPattern([q.shape[1]], [1])
+        return self.proj(attend(q, k, v, pattern, scores=Scores(slopes=slope, coordinates=places)).flatten(-2))
 
 
 class _Pooler(nn.Module):

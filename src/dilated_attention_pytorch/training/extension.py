@@ -48,7 +48,7 @@ from .trackers import tracking
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PICTURE_NAME = "context.png"
 _KIND = "extension"
@@ -135,7 +135,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     preflight.check_extend_machine(settings, output, device, config)
     inputs = _read(settings, load_tokenizer(what, settings.model, config), console)
     _check_text(inputs, settings)
-    _check_model(load_model(what, settings.model, device), settings)
+    density = _check_model(load_model(what, settings.model, device), settings)
     model = load_model(what, settings.model, device)  # the check changes its model
     windows = _held_out_windows(inputs.held_out, settings)
     num_held_out_bytes = sum(num_bytes(window[1:], inputs.tokenizer) for window in windows)
@@ -149,7 +149,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             bytes_per_token=bytes_per_token,
             model=model,
         )
-        _announce(run, device)
+        _announce(run, device, density)
         values: dict[str, Any] = {
             "kind": _KIND,
             "own_length": own_length,
@@ -238,20 +238,20 @@ def _check_text(inputs: _Inputs, settings: ExtensionSettings) -> None:
             )
 
 
-def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> None:
-    """Change the model and run one forward and backward pass, to refuse it before hours of measuring."""
+def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> float:
+    """Change the model and run one forward and backward pass, to refuse it before hours of measuring.
+
+    Returns:
+        The fraction of the pairs of dense attention that its layers compute at the new length.
+    """
     try:
         _replace(model, settings)
-        _density(model.config, settings)
+        density = pretrained_flops(model).density(settings.length)
         tokens = torch.zeros(1, 16, dtype=torch.int64, device=next(model.parameters()).device)
         model.train()(tokens, labels=tokens).loss.backward()
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         raise RunError(f"--model {settings.model}: {error}") from error
-
-
-def _density(config: PreTrainedConfig, settings: ExtensionSettings) -> float:
-    pattern, heads = settings.read_pattern(), num_kv_heads(config)
-    return pattern.density(settings.length, num_kv_heads=heads, is_causal=True)
+    return density
 
 
 def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
@@ -260,7 +260,7 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
 
 
-def _announce(run: _Extension, device: str) -> None:
+def _announce(run: _Extension, device: str, density: float) -> None:
     settings, inputs = run.settings, run.inputs
     text = describe_corpus(settings.data, corpus_figures(inputs.corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
@@ -270,7 +270,7 @@ def _announce(run: _Extension, device: str) -> None:
         f"text: {text}, read as {tokens}{describe_skipped(inputs.corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
         f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
-        f"{_density(run.model.config, settings):.1%} of the pairs of dense attention",
+        f"{density:.1%} of the pairs of dense attention",
         f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
         f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
         f"{run.opened.folder}",
@@ -348,7 +348,7 @@ def _train_and_report(run: _Extension, device: str) -> ExtensionOutcome:
         bytes_per_token=run.bytes_per_token,
     )
     trainer.logits = logits
-    flops = pretrained_flops(run.model, settings.read_pattern(), num_kv_heads(run.model.config))
+    flops = pretrained_flops(run.model)
     work = WorkDone(
         tokens_after=training.tokens_after,
         bytes_after=lambda done: training.tokens_after(done) * run.bytes_per_token,
