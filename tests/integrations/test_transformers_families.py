@@ -422,6 +422,25 @@ def test_a_list_of_patterns_leaves_a_layer_its_chunks() -> None:
         set_pattern(built("Llama4", layer_types=["chunked_attention"] * 2), PATTERN)
 
 
+@torch.no_grad()
+def test_a_list_of_patterns_leaves_gpt_neo_its_windows() -> None:
+    def model(*kinds: str) -> Any:
+        sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 4, "window_size": 5, "attention_types": [[kinds, 1]]}
+        config = transformers.GPTNeoConfig(**_TOKENS, **sizes, max_position_embeddings=64)
+        return with_random_weights(transformers.GPTNeoForCausalLM(config))
+
+    for length in (4, LENGTH):
+        one, other = (
+            logits(set_pattern(model("global", "local"), pattern), draw(2, length))
+            for pattern in (PATTERN, [PATTERN, None])
+        )
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="layer 1 has a sliding window of 5 tokens and a pattern"):
+        set_pattern(model("global", "local"), [PATTERN, PATTERN])
+    with pytest.raises(ValueError, match=r'window of 5 tokens.*, or leave "local" out of config.attention_types'):
+        set_pattern(model("local", "local"), PATTERN)
+
+
 def test_chunks_need_all_tokens_of_a_sequence() -> None:
     model = set_pattern(built("Llama4", attention_chunk_size=8), WHOLE)
     with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8\).*pass use_cache=False"):

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.tracing import require
 
 from .bounded import cache_of
 from .cached import attend_cached
-from .config import check_no_window, layer_pattern
+from .config import check_no_window, layer_pattern, local_window_of_layer
 from .distances import is_without_bias
 from .documents import is_causal_seal, is_seal, is_unread, unseal
 from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended, note_own
@@ -179,9 +179,7 @@ def attend_written_out(
     for mask in masks:
         rule = both(rule, visibility_of(mask, query.shape[2], user), user)
     is_causal = is_causal or query.shape[2] == 1 if rule is None else rule.is_causal
-    config, layer = layer_of(module)
-    kinds = getattr(config, "attention_layers", None)  # GPT-Neo's, which has a window in every other layer
-    window = config.window_size if kinds is not None and layer is not None and kinds[layer] == "local" else None
+    window = local_window_of_layer(*layer_of(module))
     return _attend(
         module, query, key, value, rule, scaling, dropout, scores, is_causal=is_causal, sliding_window=window
     )
