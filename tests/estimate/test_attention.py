@@ -23,11 +23,11 @@ def test_sizes_that_python_decides_by_are_those_of_the_library() -> None:
 
 def test_keys_of_a_window_are_packed_up_to_the_size_of_the_buffer() -> None:
     sizes = native.sizes()
-    assert packed_bytes(4096, 100, 64, torch.float32) == sizes.packed_bytes
-    assert packed_bytes(100, 3, 64, torch.float32) == 3 * 112 * 2 * 64 * 4  # 100 keys in a block of 7 x 16
-    wide = packed_bytes(10**6, 2, 512, torch.float32)
+    assert packed_bytes(4096, 100, 128, torch.float32) == sizes.packed_bytes
+    assert packed_bytes(100, 3, 128, torch.float32) == 3 * 112 * 2 * 64 * 4  # 100 keys in a block of 7 x 16
+    wide = packed_bytes(10**6, 2, 1024, torch.float32)
     assert wide == sizes.keys_of_window * 2 * 512 * 4 > sizes.packed_bytes
-    assert packed_bytes(0, 3, 64, torch.float32) == packed_bytes(100, 0, 64, torch.float32) == 0
+    assert packed_bytes(0, 3, 128, torch.float32) == packed_bytes(100, 0, 128, torch.float32) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

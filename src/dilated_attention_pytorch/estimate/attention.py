@@ -40,17 +40,18 @@ def _kernel_sizes() -> native.Sizes | None:
     return native.sizes() if compilation.can_load() else None
 
 
-def packed_bytes(num_keys: int, num_domains: int, head_dim: int, dtype: torch.dtype) -> int:
+def packed_bytes(num_keys: int, num_domains: int, columns: int, dtype: torch.dtype) -> int:
     """Bytes that the forward CPU kernel packs for keys and values of a partial: a window of as many domains as fit.
 
-    At most 16 MiB, or one domain's window of 8,192 keys if that is more; 0 where the kernels do not run.
+    At most 16 MiB, or one domain's window of 8,192 keys if that is more; 0 where the kernels do not run. ``columns``
+    are those of a key and of its value.
     """
     sizes = _kernel_sizes()
     if sizes is None or not num_keys or not num_domains:
         return 0
     of_block = min(-(-num_keys // sizes.alignment) * sizes.alignment, sizes.packed_keys)
     blocks = -(-min(num_keys, sizes.keys_of_window) // of_block)
-    of_domain = blocks * of_block * 2 * head_dim * native.factor_dtype(dtype).itemsize
+    of_domain = blocks * of_block * columns * native.factor_dtype(dtype).itemsize
     return of_domain * min(max(sizes.packed_bytes // of_domain, 1), num_domains)
 
 
@@ -70,48 +71,66 @@ def tile_elements(pattern: Pattern, workload: Workload) -> int:
 
 
 def kernel_bytes(
-    pattern: Pattern, workload: Workload, *, num_queries: int | None = None, threads: int = 1
+    pattern: Pattern,
+    workload: Workload,
+    *,
+    num_queries: int | None = None,
+    value_dim: int | None = None,
+    num_distances: int = 0,
+    threads: int = 1,
 ) -> tuple[int, int]:
     """Bytes that the CPU kernels allocate beside operands and results, in the forward and in the backward pass.
 
     The forward pass packs keys and values (:func:`packed_bytes`), and copies them if keys are padded. The backward pass
     copies the log-sum-exp, and every thread packs the queries of a chunk and holds their gradients. In low precision a
-    tile has float32 accumulators of its output, unless every row is written once, and of its three gradients. A
-    thread's memory for a single tile is less than 1 MB and not counted.
+    tile has float32 accumulators of its output, unless every row is written once, and of its three gradients. Of a bias
+    by distance, a partial copies the part that it reads, and has its gradient, once and for every query head of a
+    domain. A thread's memory for a single tile is less than 1 MB and not counted.
 
     Args:
         pattern: the pattern.
         workload: sizes of the call.
         num_queries: rows of the query, if there are fewer than keys.
+        value_dim: width of the values, if it differs from that of queries and keys.
+        num_distances: columns of a bias by distance.
         threads: number of threads that compute it.
     """
     length, head_dim, dtype = workload.sequence_length, workload.head_dim, workload.dtype
+    value_dim = value_dim or head_dim
     batch, sizes, is_coarse = workload.batch_size * workload.num_kv_heads, _kernel_sizes(), workload.itemsize == 2
     own = replace(workload, sequence_length=num_queries or length)
-    tile = tile_elements(pattern, own)
+    rows = tile_elements(pattern, own) // head_dim
     # Keys of a domain, the positions that it spans, and the number of domains; in low precision, of those of a tile.
     domains = [
         (-(-min(group.segment_length, length) // group.dilation_rate), min(group.segment_length, length))
         for group in pattern.groups
     ]
     domains += [(length, length) for _ in pattern.rules]
-    packed = of_threads = 0
-    of_row = head_dim * (4 * native.factor_dtype(dtype).itemsize + 4)
+    packed = of_threads = line = of_lines = 0
+    of_row = 2 * (head_dim + value_dim) * native.factor_dtype(dtype).itemsize + 4 * head_dim
     chunk = 0 if sizes is None else sizes.rows_of_chunk
     for keys, span in domains:
         number = batch * -(-length // span)
         of_threads = max(of_threads, min(threads, number) * min(keys * workload.ratio, chunk) * of_row)
         if is_coarse:
-            number = min(number, max(1, tile // head_dim // (span * workload.ratio)))
-        packed = max(packed, packed_bytes(keys, number, head_dim, dtype))
+            number = min(number, max(1, rows // (span * workload.ratio)))
+        packed = max(packed, packed_bytes(keys, number, head_dim + value_dim, dtype))
+        read = min(2 * keys, num_distances)
+        of_lines = max(of_lines, 4 * (workload.num_heads + number * workload.ratio) * read)
+        if read < num_distances:
+            line = max(line, 4 * workload.num_heads * read)
+    forward = packed + line
     if workload.is_padded:
-        packed += 2 * batch * length * head_dim * workload.itemsize
-    backward = own.accumulation_itemsize * own.sequence_length * batch * workload.ratio + of_threads
+        forward += batch * length * (head_dim + value_dim) * workload.itemsize
+    backward = own.accumulation_itemsize * own.sequence_length * batch * workload.ratio + of_threads + line + of_lines
     if not is_coarse:
-        return packed, backward
-    accumulator = workload.accumulation_itemsize * tile
+        return forward, backward
     is_written_once = len(domains) == 1 and (bool(pattern.rules) or domains[0][0] <= native.KEYS_OF_WINDOW)
-    return packed + (not is_written_once) * accumulator, backward + accumulator + 2 * accumulator // workload.ratio
+    accumulated = workload.accumulation_itemsize * rows
+    return (
+        forward + (not is_written_once) * accumulated * value_dim,
+        backward + accumulated * head_dim + accumulated * (head_dim + value_dim) // workload.ratio,
+    )
 
 
 def operator_bytes(func: Any, args: tuple[Any, ...]) -> int:
@@ -135,11 +154,18 @@ def operator_bytes(func: Any, args: tuple[Any, ...]) -> int:
         batch_size=call.query.shape[0],
         num_heads=call.query.shape[2],
         num_kv_heads=call.key.shape[2],
-        head_dim=max(call.query.shape[3], call.value.shape[3]),
+        head_dim=call.query.shape[3],
         dtype=call.query.dtype,
         is_padded=call.key_padding_mask is not None,
     )
-    return kernel_bytes(call.pattern, workload, num_queries=call.query.shape[1])[is_backward]
+    bias = None if is_backward and call.has_fixed_bias else call.distance_bias
+    return kernel_bytes(
+        call.pattern,
+        workload,
+        num_queries=call.query.shape[1],
+        value_dim=call.value.shape[3],
+        num_distances=0 if bias is None else bias.shape[1],
+    )[is_backward]
 
 
 def _partial_bytes(query: Tensor, *rest: Any) -> int:
@@ -147,8 +173,8 @@ def _partial_bytes(query: Tensor, *rest: Any) -> int:
     ratio, (sequences, _, _, num_queries, num_keys, *_), heads, axes = rest[5:9]
     if num_queries * ratio <= native.ROWS_OF_STREAM:
         return 0  # with so few queries, keys are read in place
-    width = max(query.shape[3], rest[1].shape[3])
-    return packed_bytes(num_keys, sequences * len(heads) * math.prod(axes[::4]), width, query.dtype)
+    columns = query.shape[3] + rest[1].shape[3]
+    return packed_bytes(num_keys, sequences * len(heads) * math.prod(axes[::4]), columns, query.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ def forward(call: Call, rest: Tensor | None = None) -> tuple[Tensor, Tensor]:
         merge_partials(work, accumulator, work.of_batch(lse), None if rest is None else work.of_batch(rest))
         if accumulator.tensor.dtype != out.dtype:
             work.store(accumulator, out)
+        del accumulator  # before that of the next tile is allocated
     return out, lse
 
 
@@ -157,6 +158,7 @@ def backward(
         for accumulator, grad in zip(accumulators, grads, strict=True):
             if accumulator.tensor.dtype != grad.dtype:
                 work.store(accumulator, grad)
+        del accumulator, accumulators  # before those of the next tile are allocated
     if call.log_gates is not None and of_gates is not None:
         grads.append(of_gates.to(call.log_gates.dtype))
     return *grads, *(grad for grad in of_terms if grad is not None)
