@@ -55,7 +55,7 @@ types:
 
 tests:
 	$(BIN)/dilated-attention build || true
-	$(BIN)/pytest -n 2 --dist worksteal --durations 25
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal --durations 25  # programs that tests start read bytecode
 
 oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is promised, kernels compiled by its Triton among them; its wheels bring CUDA, 5 GB
 	$(VENV)-oldest/bin/pytest -n 2 --dist worksteal

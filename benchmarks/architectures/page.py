@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
@@ -28,18 +27,34 @@ _SIGNS = {
     "padding on the right": "r",
     "cached generation": "k",
 }
-# What an error says about one model only, or what to do instead of a pattern, which the page says once.
-_DETAILS = (
-    (re.compile(r" \((?:\"[^\"]*\"|[^()]* of \"[^\"]*\")\)"), ""),
-    (re.compile(r"(?<=attention interface), through which a layer gets its pattern.*"), ""),
-    (re.compile(r"[.:;] use (?:\"sdpa\"|\"eager\"|attn_implementation=\"sdpa\").*", re.IGNORECASE), ""),
-    (re.compile(r"; got .*|, got .*|; a part that is to stay .*| \(a sum such as .*"), ""),
-    (re.compile(r": key is \([0-9, ]+\)"), ""),
-    (re.compile(r"\b[A-Z]\w*(?:Attention|Model|LM|Layer|Encoder|Decoder|Generation|Config|Module)\w*\b"), "…"),
-    (re.compile(r"(?<=sliding window of )\d+(?= tokens)"), "n"),
-    (re.compile(r" in (?:its )?…+"), ""),
-    (re.compile(r"^… "), "a layer "),
+_BIAS = "a layer adds numbers of its own to the scores of every pair"
+_SEQUENCES = "a layer attends to another sequence, or to a shorter form of its own"
+_REASONS = (
+    (
+        "every layer of the model has a sliding window",
+        "every layer has a sliding window: remove the pattern, or set `config.sliding_window = None` before the model "
+        "is built",
+    ),
+    ("chooses by content", "a layer chooses its keys by content"),
+    ("came with numbers for every pair", _BIAS),
+    ("adds a bias of its own", _BIAS),
+    ("adds _Scores", _BIAS),
+    ("attention interface, through which", "a form of attention that is no softmax over keys, or PyTorch's own layer"),
+    ("computes attention itself and", "a layer's own code does to its scores what attention does not"),
+    ("attention that is not causal is of a sequence to itself", _SEQUENCES),
+    ("attends to other sequences alone", _SEQUENCES),
+    ("attends to its own sequence and to another", _SEQUENCES),
+    ("may be of another sequence or of its own", _SEQUENCES),
+    ("reads the values of its attention mask", "a layer reads the values of its mask"),
+    (
+        "a mask for every pair of tokens is honoured",
+        "a mask by none of the [rules](transformers.md#padding-packed-rows)",
+    ),
+    ("does not honour", "an argument of attention that is not computed"),
+    ("did not come to the attention", "an option keeps a layer from the attention interface"),
+    ("in config.layer_types, and its model gives it", "a window of layers that have none in the configuration"),
 )
+"""What the errors of many models have in common, and what the page says of it."""
 _HEAD = """# Architectures of transformers
 
 This page has the result of [`attn_implementation="dilated"`](transformers.md) for every architecture of transformers
@@ -54,19 +69,13 @@ This page has the result of [`attn_implementation="dilated"`](transformers.md) f
 
 {others} more are not judged: they have no attention, or no small model of them runs here.
 
-Each type is represented by one class: its causal language model if it has one, otherwise the plain model, or both if
-they are two networks (an encoder, and the same built with `is_decoder=True`, marked "(decoder)"). A small model with
-random weights, in float64 where possible, runs under `DilatedPattern([8, 64], [1, 3])`. It **works** if its result
-equals that of dense attention with [`log c`](definition.md#attention-under-counts) added to its scores, in a second
-implementation that shares no code with this library; if no attention bypasses the pattern; and if the laws below hold
-wherever they hold for the dense model.
-
-The second implementation has the model's own caps, sinks and biases of the scores. Where a module computes attention
-itself, `log c` is added before the module's own softmax. Attention to another sequence, windows and chunks take no
-counts; a mask of documents takes those of each document's own positions. A model is refused whose attention is another
-function than a softmax over keys times values (deformable, linear, block-sparse, local-sensitive hashing), whose scores
-have a bias of their own for every pair of tokens, whose keys are chosen by content, or whose code calls something with
-its scores that attention does not.
+Each type is represented by its causal language model if it has one, otherwise by the plain model, or by both if they
+are two networks (an encoder, and the same built with `is_decoder=True`, marked "(decoder)"). A small model with random
+weights, in float64 where possible, runs under `DilatedPattern([8, 64], [1, 3])`. It **works** if its result equals that
+of dense attention with [`log c`](definition.md#attention-under-counts) added to its scores, in a second implementation
+that shares no code with this library; if no attention bypasses the pattern; and if the laws below hold wherever they
+hold for the dense model. Attention to another sequence, windows and chunks take no counts; a mask of documents takes
+those of each document's own positions.
 
 ## Works
 
@@ -128,8 +137,7 @@ def page(origin: dict[str, Any], verdicts: list[Verdict]) -> str:
             *_grouped(of[WORKS], _shown),
             "## Refused",
             "",
-            "The error also names the layer and, for reasons that give no remedy here, the implementation to use",
-            'without a pattern: `"sdpa"` for most models.',
+            'The error names the layer, the operation or argument, and the remedy: `"sdpa"` for most models.',
             "",
             *_grouped(of[REFUSED], _reason),
             "## Neither",
@@ -161,11 +169,8 @@ def _shown(verdict: Verdict) -> str:
 
 
 def _reason(verdict: Verdict) -> str:
-    """A reason without what differs between models that share it."""
-    reason = verdict.reason.replace(verdict.class_name, "…") if verdict.class_name else verdict.reason
-    for detail, instead in _DETAILS:
-        reason = detail.sub(instead, reason)
-    return _plain(reason)
+    """The reason that models share; the error itself where there is none."""
+    return next((shown for words, shown in _REASONS if words in verdict.reason), _plain(verdict.reason))
 
 
 def _plain(text: str) -> str:

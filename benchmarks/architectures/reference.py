@@ -89,7 +89,7 @@ def dense_attention(
         seen = torch.ones(length, columns, dtype=torch.bool).tril()[None, None]
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     has_window = sliding_window is not None or _is_chunked(module)
-    is_cross = length != columns or sys._getframe(1).f_locals.get("is_cross_attention", False)
+    is_cross = length != columns or _is_told_cross()
     seen = seen.expand(-1, -1, length, -1)
     added = log_counts(seen, num_kv_heads, is_cross=is_cross, has_window=has_window).to(scores.dtype)
     scores = scores + (added.repeat_interleave(groups, dim=1) if added.shape[1] > 1 else added)
@@ -98,6 +98,14 @@ def dense_attention(
         scores, value = torch.cat([scores, sinks], dim=3), functional.pad(value, (0, 0, 0, 1))
     out = torch._softmax(scores, -1, False) @ value  # no function of _SOFTMAX_FUNCTIONS, which count as well
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_told_cross() -> bool:
+    """Whether the model's code that computes attention now says that the keys are of another sequence."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and "/transformers/models/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals.get("is_cross_attention", False))
 
 
 def _is_chunked(module: nn.Module) -> bool:
@@ -177,7 +185,7 @@ class CountsInSoftmax(TorchFunctionMode):
             seen = ~hidden.flatten(0, -3)[:1, None]
             heads = scores.shape[1] if scores.dim() == 4 else scores.shape[0] // ROWS
             num_kv_heads = self._kv_heads.get(tuple(scores.shape), heads)
-            added = log_counts(seen, num_kv_heads, is_cross=False, has_window=False).to(scores.dtype)
+            added = log_counts(seen, num_kv_heads, is_cross=_is_told_cross(), has_window=False).to(scores.dtype)
             if added.shape[1] > 1:
                 added = added.repeat_interleave(heads // num_kv_heads, dim=1)
             if scores.dim() == 3:

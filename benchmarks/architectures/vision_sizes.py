@@ -149,6 +149,8 @@ VISION_CHANGES: dict[str, dict[str, Any]] = {
         "intermediate_hidden_state_indices": [0, 1],
     },
     "slanext": {"vision_config": {"output_channels": 64}, "post_conv_in_channels": 64, "post_conv_out_channels": 64},
+    "superglue": {"gnn_layers_types": ["self", "cross"]},
+    "superpoint": {"max_keypoints": 64},  # of which every image has more, so no keypoint is padding
     "swin": {**_SWIN, "window_size": 2},
     "swinv2": _SWIN,
     "table-transformer": _DETR,

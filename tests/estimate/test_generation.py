@@ -93,12 +93,20 @@ def test_a_call_on_tensors_that_hold_nothing_has_the_bytes_of_the_real_one(
         assert fake == real
 
 
-@pytest.mark.parametrize(("prompt", "chunk"), [(97, 8), (375, 40), pytest.param(377, 8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pattern", [DILATED, LONGER, RULES], ids=["dilated", "longer", "rules"])
-def test_no_call_of_a_generation_takes_more_than_those_that_are_looked_at(
-    pattern: dict[str, Any], prompt: int, chunk: int
-) -> None:
-    model = dataclasses.replace(_settings(pattern).model, num_layers=2)
+WALKED = {"dilated": (DILATED, (97, 8)), "longer": (LONGER, (375, 40)), "rules": (RULES, (97, 8))}
+"""Patterns, and the prompt and chunk of each in every run."""
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "chunk"),
+    [
+        pytest.param(name, *lengths, marks=[] if lengths == in_every_run else [pytest.mark.slow])
+        for name, (_, in_every_run) in WALKED.items()
+        for lengths in ((97, 8), (375, 40), (377, 8))
+    ],
+)
+def test_no_call_of_a_generation_takes_more_than_those_that_are_looked_at(name: str, prompt: int, chunk: int) -> None:
+    model = dataclasses.replace(_settings(WALKED[name][0]).model, num_layers=2)
     patterns = tuple(dict.fromkeys(model.different_patterns))
     cache_indices = {pattern: CacheIndex(pattern, 2, torch.device("cpu")) for pattern in patterns}
     slots, every = dict.fromkeys(patterns, 0), []
@@ -144,16 +152,21 @@ found = peak_memory(lambda: attend(query, key, value, pattern, is_causal=True, i
 assert found is not None
 print(found[0])
 """
+WINDOW, GROUPS = local_window(2047), DilatedPattern([1024, 4096], [1, 2])
 BLOCKS_OF_THEIR_OWN = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """For glibc: what is freed goes back to the system at once, whatever the program did before."""
 
 
 @pytest.mark.skipif(refusal("native", torch.device("cpu"), torch.float32, 64) is not None, reason="no native kernels")
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize(
-    "pattern", [local_window(2047), DilatedPattern([1024, 4096], [1, 2])], ids=["window", "groups"]
+    ("pattern", "dtype"),
+    [
+        (WINDOW, torch.bfloat16),
+        (GROUPS, torch.float32),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((WINDOW, torch.float32), (GROUPS, torch.bfloat16))),
+        *(pytest.param(pattern, torch.float16, marks=pytest.mark.slow) for pattern in (WINDOW, GROUPS)),
+    ],
+    ids=str,
 )
 def test_a_call_takes_by_itself_what_is_planned(pattern: Pattern, dtype: torch.dtype) -> None:
     # Keys and values that the kernels pack; threads have some more, and norms are taken of rows in float32.

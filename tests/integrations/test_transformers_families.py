@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -230,6 +231,18 @@ class Odd(nn.Module):
                 weights = (scores * torch.rand(LENGTH, LENGTH)).softmax(-1)
             case "adds a bias of its own":
                 weights = (scores + torch.rand(4, 1, LENGTH)).softmax(-1)
+            case "adds a bias of its own to":
+                weights = (scores + nn.Parameter(torch.zeros(4, LENGTH, LENGTH))).softmax(-1)
+            case "adds scores to its scores":
+                weights = (scores + scores).softmax(-1)
+            case "divides by its scores":
+                weights = (1.0 / scores).softmax(-1)
+            case "calls cat with its scores":
+                weights = torch.cat([scores, scores], -1).softmax(-1)
+            case "calls getitem with its scores":
+                weights = scores[..., 1:].softmax(-1)
+            case "calls add with its scores .*alpha":
+                weights = torch.add(scores, torch.zeros(1, 1, 1, LENGTH), alpha=2).softmax(-1)
             case "takes the softmax of its scores over dimension 1":
                 weights = scores.softmax(1)
             case "replaces scores by 0":
@@ -256,7 +269,9 @@ ODD = [
     "calls sigmoid of its scores", "calls sigmoid with its scores", "multiplies its scores by a tensor",
     "adds a bias of its own", "takes the softmax of its scores over dimension 1", "replaces scores by 0",
     "keeps its scores where a mask is False", "reshapes its scores", "calls masked_fill of its weights",
-    "takes a softmax of something else", "does not say how many heads",
+    "takes a softmax of something else", "does not say how many heads", "adds a bias of its own to",
+    "adds scores to its scores", "divides by its scores", "calls cat with its scores", "calls getitem with its scores",
+    "calls add with its scores .*alpha",
 ]  # fmt: skip
 
 
@@ -270,28 +285,81 @@ def test_what_is_no_attention_in_a_module_s_own_code_is_refused_by_name(what: st
         model(draw(2, LENGTH))
 
 
-def test_operations_in_place_change_the_scores_of_a_module_s_own_code() -> None:
-    class InPlace(Odd):
+SEEN = torch.ones(LENGTH, LENGTH).tril().bool()
+ADDED = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(~SEEN, -1e9)
+
+
+def in_place(query: Tensor, softmax: Any) -> Tensor:
+    scores = query @ query.transpose(-1, -2)
+    scores.mul_(2.0)
+    scores.div_(6.0)
+    scores.masked_fill_(~SEEN, -1e9)
+    scores.add_(torch.zeros(1, 1, 1, LENGTH))
+    return softmax(scores, -1) @ query
+
+
+def in_memory(query: Tensor, softmax: Any) -> Tensor:
+    """The memory that a product is written to is read with the factor 0, whatever it holds."""
+    flat, memory = query.flatten(0, 1), torch.full((8, LENGTH, LENGTH), torch.nan)
+    scores = torch.baddbmm(memory, flat, flat.transpose(1, 2), beta=0, alpha=0.3)
+    weights = softmax(scores.view(2, 4, LENGTH, LENGTH) + ADDED, dim=-1)
+    return torch.bmm(weights.view(8, LENGTH, LENGTH), flat).view(query.shape)
+
+
+def on_scores(change: Callable[[Any], Any]) -> Callable[[Tensor, Any], Tensor]:
+    return lambda query, softmax: softmax(change(torch.matmul(query, query.transpose(-1, -2)) / 3), dim=-1) @ query
+
+
+FORMS = {
+    "in place": in_place,
+    "in memory": in_memory,
+    "in one call": lambda query, _: functional.scaled_dot_product_attention(query, query, query, is_causal=True),
+    "in one call with a mask": lambda query, _: functional.scaled_dot_product_attention(query, query, query, ADDED),
+    "added to the mask": on_scores(lambda scores: ADDED + 0.5 * scores),
+    "where": on_scores(lambda scores: torch.where(SEEN, scores, -1e9)),
+    "where of scores": on_scores(lambda scores: scores.where(SEEN, -1e9)),
+    "filled": on_scores(lambda scores: torch.masked_fill(scores, (~SEEN).expand_as(scores), -1e9)),
+    "no less than": on_scores(lambda scores: torch.max(scores + ADDED, torch.tensor(-3e38))),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_a_module_s_own_code_may_be_written_in_many_forms(form: str) -> None:
+    class Form(Odd):
         def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             query = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
-            scores = query @ query.transpose(-1, -2)
-            scores.mul_(2.0)
-            scores.div_(6.0)
-            scores.masked_fill_(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e9)
-            scores.add_(torch.zeros(1, 1, 1, LENGTH))
-            return (scores.softmax(-1) @ query).transpose(1, 2).flatten(2), None
+            return FORMS[form](query, functional.softmax).transpose(1, 2).flatten(2), None
 
-    InPlace.__name__ = "OwnAttention"
+    Form.__name__ = "OwnAttention"
     models = []
-    for _ in range(2):
+    for _ in range(3):
         torch.manual_seed(0)
         models.append(transformers.MegatronBertModel(transformers.MegatronBertConfig(**_SIZES)).eval())
         for layer in models[-1].encoder.layer:
-            layer.attention.self = InPlace("")
-    with torch.no_grad():
-        expected = models[0](draw(2, LENGTH)).last_hidden_state
-        out = set_pattern(models[1], WHOLE)(draw(2, LENGTH)).last_hidden_state
+            layer.attention.self = Form("")
+    expected, out, other = (
+        (model if pattern is None else set_pattern(model, pattern))(draw(2, LENGTH)).last_hidden_state
+        for model, pattern in zip(models, (None, WHOLE, PATTERN), strict=True)
+    )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(other, expected, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_module_s_own_code_may_attend_to_another_sequence(is_padded: bool) -> None:
+    torch.manual_seed(0)
+    config = transformers.MegatronBertConfig(**_SIZES, is_decoder=True, add_cross_attention=True)
+    model, other = (
+        transformers.MegatronBertModel(config).double().eval(),
+        torch.randn(2, LENGTH, 24, dtype=torch.float64),
+    )
+    seen = torch.ones(2, LENGTH, dtype=torch.int64)
+    seen[1, 16:] = 1 - is_padded
+    options = {"encoder_hidden_states": other, "encoder_attention_mask": seen, "use_cache": False}
+    expected = model(draw(2, LENGTH), **options).last_hidden_state
+    close(set_pattern(model, WHOLE)(draw(2, LENGTH), **options).last_hidden_state, expected)
 
 
 def test_a_part_without_a_pattern_computes_nothing_by_its_own_code() -> None:
@@ -352,3 +420,33 @@ def test_chunks_need_all_tokens_of_a_sequence() -> None:
     model = set_pattern(built("Llama4", attention_chunk_size=8), WHOLE)
     with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8\).*pass use_cache=False"):
         model.generate(draw(2, 7), max_new_tokens=9, do_sample=False)
+
+
+def matcher(name: str) -> Any:
+    """A model that matches the keypoints of two images."""
+    points = {"model_type": "superpoint", "encoder_hidden_sizes": [8] * 4, "decoder_hidden_size": 8}
+    sizes: dict[str, Any] = {"keypoint_detector_config": {**points, "descriptor_decoder_dim": 16}}
+    if name == "LightGlue":
+        sizes |= {"descriptor_dim": 16, "num_hidden_layers": 2}
+    else:
+        sizes |= {"hidden_size": 16, "keypoint_encoder_sizes": [8], "gnn_layers_types": ["self", "cross"] * 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, initializer_range=0.3)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForKeypointMatching")(config).double().eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LightGlue", "SuperGlue"])
+def test_keypoints_of_two_images_are_matched_as_by_eager(name: str) -> None:
+    images = torch.rand(2, 2, 3, 48, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model, eager = set_pattern(matcher(name), WHOLE), matcher(name)
+    for pairs in (images, images[:, :1].expand(-1, 2, -1, -1, -1)[:1]):
+        out, expected = model(pairs), eager(pairs)
+        real = expected.mask.bool()
+        assert bool(real.all()) == (pairs is not images)  # padding in the first call alone
+        scale = expected.matching_scores.max()
+        close(out.matching_scores[real] / scale, expected.matching_scores[real] / scale)
+        assert torch.equal(out.matches[real], expected.matches[real])
+    changed = set_pattern(model, PATTERN)(pairs).matching_scores
+    assert not torch.allclose(changed / scale, expected.matching_scores / scale, atol=1e-3)

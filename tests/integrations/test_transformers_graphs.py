@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from dilated_attention_pytorch import DilatedPattern, attend
 from dilated_attention_pytorch.integrations import register, replace_attention, set_pattern
@@ -161,6 +171,36 @@ def test_a_layer_that_computes_attention_itself_is_not_exported() -> None:
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(NotImplementedError, match=r'"model.layers.1.self_attn"\) did not come to the attention'):
         torch.export.export(model, (draw(1, 12),))
+
+
+def own_code() -> Any:
+    """A model of a layer that computes attention itself."""
+    sizes = {"vocab_size": 31, "n_embd": 24, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "use_cache": False}
+    torch.manual_seed(0)
+    return set_pattern(GPTJForCausalLM(GPTJConfig(**sizes)).double().eval(), PATTERN)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch, of the tensor at the break
+def test_a_layer_s_own_code_runs_between_graphs_with_equal_gradients() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, tokens = own_code(), draw(2, 40)
+    compiled = torch.compile(model, backend=counter)
+    results = []
+    for call in (model, compiled):
+        out = call(tokens).logits
+        results.append((out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()))))
+    assert counter.frame_count > 1
+    for one, other in zip(*results, strict=True):
+        close(one, other)
+    with pytest.raises(Unsupported, match=r"a layer that computes attention itself runs outside .* without fullgraph"):
+        torch.compile(model, fullgraph=True, backend="eager")(tokens)
+
+
+def test_a_layer_s_own_code_is_exported() -> None:
+    model, tokens = own_code(), draw(2, 40)
+    exported = torch.export.export(model, (tokens,)).module()
+    assert torch.equal(exported(tokens).logits, model(tokens).logits)
 
 
 class Logits(nn.Module):

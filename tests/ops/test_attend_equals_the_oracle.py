@@ -20,7 +20,7 @@ from support.error_budget import budget
 from support.oracle import Groups, Rule, dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
-DRAWS = {"dilated": 100, "block": 60}  # of every part
+DRAWS = {"dilated": 60, "block": 40}  # of every part
 
 
 def results(out: Tensor, lse: Tensor, inputs: list[Tensor], grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:

@@ -42,7 +42,7 @@ def dense_probabilities(call: DrawnCall, query: Tensor, key: Tensor) -> Tensor:
 def test_maps_and_their_gradients_equal_dense_probabilities(kind: str, figure: Any) -> None:
     worst: dict[str, float] = {}
 
-    @examples(50)
+    @examples(20)
     @given(calls() if kind == "dilated" else block_calls())
     def check(call: DrawnCall) -> None:
         query, key, *_ = (x.requires_grad_() for x in call.tensors(torch.float64))

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Processes are forked from one that has imported these and computed nothing.
 _FORKED = mp.get_context("forkserver")
-_FORKED.set_forkserver_preload(["dilated_attention_pytorch.parallel", "torch.distributed.device_mesh", "hypothesis"])
+_FORKED.set_forkserver_preload(
+    ["dilated_attention_pytorch.parallel", "torch.distributed.device_mesh", "hypothesis", "transformers.modeling_utils"]
+)
 HANG_SECONDS = 600.0
 """A guard against hanging alone: on a machine that does other things too, processes start minutes after each other."""
 

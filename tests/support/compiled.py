@@ -77,6 +77,12 @@ def calls(*, is_short: bool) -> Iterator[tuple[str, Problem]]:
         yield "a cap, D = 192, Dv = 128", Problem(q, q, v, PATTERN.groups, True, 0.1, softcap=50.0)
         q = rows(8192, 1, 256, torch.float32)
         yield "terms, float32, D = 256", Problem(q, q, q, PATTERN.groups, True, 0.1, **terms_of(q, q))
+    q = rows(8192, 12, 64)
+    terms = {
+        "distance_bias": q.new_empty(12, 1, dtype=torch.float32),
+        "coordinates": q.new_empty(1, 2, 8192, dtype=torch.float32),
+    }
+    yield "coordinates, D = 64", Problem(q, q, q, PATTERN.groups, False, 0.1, **terms)
     q, k = rows(1, 4, 64), rows(8192, 4, 64)
     position = torch.empty((), dtype=torch.int64, device="meta")
     yield "decoding", Problem(q, k, k, PATTERN.groups, True, 0.1, position, rules=local_window(255).rules)
@@ -118,7 +124,8 @@ def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
         types["DROPOUT"] = (dtype, "i32", "fp32")
     distance_bias = "constexpr" if problem.distance_bias is None else "*fp32"
     key_bias = "constexpr" if problem.key_bias is None else ("*fp32", "i32", "i32", "i32")
-    types["TERMS"] = (distance_bias, key_bias, "fp32", "fp32")
+    coordinates = "constexpr" if problem.coordinates is None else "*fp32"
+    types["TERMS"] = (distance_bias, coordinates, key_bias, "fp32", "fp32")
     return types
 
 

@@ -113,10 +113,12 @@ class ScoredCall:
 def scored(draw: st.DrawFn, of_calls: st.SearchStrategy[DrawnCall]) -> ScoredCall:
     names = frozenset(draw(st.sets(st.sampled_from(NAMES[1:]))))
     cap, call = draw(st.sampled_from([None, 0.5, 3.0, 50.0])), draw(of_calls)
-    first = call.options.get("query_offset", 0) - call.options.get("key_offset", 0)
-    has_places = 0 <= first <= call.num_keys - call.num_queries and draw(st.booleans())
+    further_keys = call.num_keys - call.num_queries
+    has_places = further_keys >= 0 and draw(st.booleans())
     if has_places:
         names = (names - {"distance_bias"}) | {"slopes"}
+        if "query_offset" in call.options:  # queries lie among the keys
+            call.options["query_offset"] = call.options["key_offset"] + draw(st.integers(0, further_keys))
     value_dim, reach = draw(st.sampled_from([1, 3, 8, 16, 20])), draw(st.integers(0, 140))
     return ScoredCall(call, value_dim, cap, names, reach, has_places)
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,18 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from dilated_attention_pytorch import machine
 from dilated_attention_pytorch.models import LongNetConfig
-from dilated_attention_pytorch.training import PRESETS, Outcome, TrainSettings, evaluation, lifecycle, preflight, train
+from dilated_attention_pytorch.training import (
+    PRESETS,
+    Outcome,
+    TrainSettings,
+    checkpoint,
+    evaluation,
+    lifecycle,
+    preflight,
+    train,
+)
 from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import Start, staging_folder
 from dilated_attention_pytorch.training.lifecycle import OpenRun
@@ -31,10 +42,16 @@ def quiet() -> Console:
 
 
 def leave_out_figures(patch: pytest.MonkeyPatch) -> None:
-    """Have runs draw no chart, and take the rate of the machine as given: both take as long as the steps of a run."""
+    """Have runs draw no chart, take the rate of the machine as given, read versions once and not wait for the disk.
+
+    Together they take longer than the steps of a run. What a killed process has written is read without ``fsync``, too.
+    """
     patch.setattr(evaluation, "draw_losses", lambda *args, **options: None)
     patch.setattr(evaluation, "xz_bits_per_byte", functools.cache(evaluation.xz_bits_per_byte))
     patch.setattr(lifecycle, "matrix_product_rate", lambda device, dtype: 1e10)
+    for module in (checkpoint, machine):
+        patch.setattr(module, "package_version", functools.cache(machine.package_version))
+    patch.setattr(os, "fsync", lambda file: None)
 
 
 class Heard(Console):

@@ -94,6 +94,7 @@ def _problem(call: Call) -> Problem:
         call.distance_bias,
         call.key_bias,
         call.softcap,
+        call.coordinates,
     )
 
 

@@ -66,6 +66,7 @@ def test_calls_share_a_plan_where_all_is_equal_that_it_depends_on() -> None:
         replace(call, key_padding_mask=mask),
         replace(call, softcap=2.0),
         replace(call, distance_bias=torch.zeros(2, 13, device=DEVICE)),
+        replace(call, distance_bias=torch.zeros(2, 1, device=DEVICE), coordinates=torch.zeros(1, 2, 7, device=DEVICE)),
         replace(call, key_bias=torch.zeros(1, 7, 2, device=DEVICE)),
         replace(call, value=call.value[..., :5]),
         replace(call, groups=call.groups[:1]),

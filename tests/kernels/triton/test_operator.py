@@ -27,11 +27,13 @@ def leaves(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "is_packed",
     [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["dropout, a window and terms", "packed and padded"],
+    ids=["dropout, a window and terms", "packed, padded and in the plane"],
 )
 def test_opcheck(is_packed: bool) -> None:
     q, k, v = leaves(13)
     options: dict[str, Any] = {
+        "distance_bias": torch.randn(2, 1, device=DEVICE).requires_grad_(),
+        "coordinates": torch.randn(1, 2, 13, device=DEVICE),
         "cu_seqlens": torch.tensor([0, 9, 13], dtype=torch.int32, device=DEVICE),
         "key_padding_mask": torch.arange(13, device=DEVICE)[None] % 3 == 1,
     }

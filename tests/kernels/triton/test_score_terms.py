@@ -18,7 +18,8 @@ from dilated_attention_pytorch.kernels.select import Impl, is_interpreted
 from dilated_attention_pytorch.kernels.triton import configurations, launch
 from dilated_attention_pytorch.kernels.triton.terms import tanh
 from dilated_attention_pytorch.ops import Scores
-from support.drawn import SWEEP, Sizes, block_calls, calls, examples
+from support.drawn import SWEEP, DrawnCall, Sizes, block_calls, calls, examples
+from support.oracle import Groups, Rule
 from support.planned import with_candidates
 from support.scored_calls import ScoredCall, check_budget, scored
 from support.triton_calls import DEVICE, poisoned, surrounded
@@ -76,6 +77,50 @@ def test_drawn_calls_stay_within_the_error_budget(figure: Any) -> None:
         f"Triton, terms of the scores, {drawn} drawn calls, part of the error budget",
         {k: f"{v:.2f}" for k, v in used.items()},
     )
+
+
+IN_THE_PLANE = {
+    "queries between keys": DrawnCall(
+        *(2, 7, 19, 1, 2, 16),
+        summands=(Groups((16,), (1,)),),
+        seed=1,
+        is_causal=True,
+        scale=None,
+        options={"query_offset": 14, "key_offset": 5},
+    ),
+    "packed, padded, 3 heads in a tile": DrawnCall(
+        *(1, 13, 13, 1, 3, 5),
+        summands=(Groups((4, 8), (1, 2)),),
+        seed=2,
+        is_causal=False,
+        scale=0.7,
+        options={
+            "cu_seqlens": torch.tensor([0, 6, 13], dtype=torch.int32),
+            "key_padding_mask": torch.arange(13)[None] % 5 == 1,
+        },
+    ),
+    "a window": DrawnCall(
+        *(1, 17, 33, 2, 1, 20),
+        summands=(Rule("window", (9, 4)),),
+        seed=3,
+        is_causal=False,
+        scale=None,
+        options={"query_offset": 12, "key_offset": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_PLANE)
+def test_chosen_calls_in_the_plane_stay_within_the_error_budget(name: str) -> None:
+    in_the_plane = frozenset({"slopes", "key_bias"})
+    with poisoned():
+        check_budget(
+            ScoredCall(IN_THE_PLANE[name], 8, 3.0, in_the_plane, 0, is_in_the_plane=True),
+            torch.float32,
+            "triton",
+            {},
+            placed,
+        )
 
 
 def call(rows: int = 19, value_dim: int = 5, **terms: Any) -> tuple[list[Tensor], Scores]:
@@ -161,6 +206,33 @@ def test_a_bias_that_is_not_trained_is_not_added_up(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(got, want) for got, want in zip(found, expected[:-1], strict=True))
     with pytest.raises(RuntimeError, match="atomic additions"):
         results(operands, scores, "triton")
+
+
+def in_the_plane(slopes: Tensor, places: Tensor) -> Scores:
+    return Scores(2.0, slopes=slopes, coordinates=places)
+
+
+def test_a_gradient_of_distances_in_the_plane_adds_up_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise AssertionError("atomic additions")
+
+    monkeypatch.setattr(launch, "_check_determinism", refuse)
+    operands, _ = call(19)
+    slopes, places = torch.tensor([0.5, 0.25], device=DEVICE, requires_grad=True), torch.randn(1, 19, 2, device=DEVICE)
+    expected = results(operands, in_the_plane(slopes, places), "reference")
+    found, again = (results(operands, in_the_plane(slopes, places), "triton") for _ in range(2))
+    for got, repeated, want in zip(found, again, expected, strict=True):
+        assert torch.equal(got, repeated)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    fixed = results(operands, in_the_plane(slopes.detach(), places), "triton")
+    assert all(torch.equal(got, want) for got, want in zip(fixed, found[:-1], strict=True))
+
+
+def test_moving_the_plane_changes_no_bit() -> None:
+    operands, _ = call(9)
+    slopes, places = torch.tensor([0.5, 0.25], device=DEVICE, requires_grad=True), torch.randint(40, (1, 9, 2)) / 8.0
+    near, far = (results(operands, in_the_plane(slopes, (places + by).to(DEVICE)), "triton") for by in (0, 2**20))
+    assert all(torch.equal(got, want) for got, want in zip(far, near, strict=True))
 
 
 def test_a_bias_is_trained_under_a_transform() -> None:

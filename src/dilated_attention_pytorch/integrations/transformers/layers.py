@@ -60,7 +60,6 @@ _OTHER_FORMS = (
     "ProbSparse",
     "Reformer",
     "Rwkv",
-    "SuperGlue",
     "XLNet",
 )
 """In names of classes whose attention is no softmax over all pairs of a sequence, times values."""
@@ -355,12 +354,6 @@ def _check_is_of_one_sequence(model: nn.Module, name: str, layer: nn.Module) -> 
             f"{type(model).__name__} attends to its own sequence and to another in one softmax "
             f'({type(layer).__name__} of "{name}"), and a pattern is of one sequence: use "sdpa" or "eager" for this '
             "model, without a pattern"
-        )
-    if "LightGlue" in type(layer).__name__:
-        raise NotImplementedError(
-            f"{type(model).__name__} attends to keypoints, which have no order and of which its results contain the "
-            f'padding ({type(layer).__name__} of "{name}"), and a pattern goes by positions: use "sdpa" or "eager" for '
-            "this model, without a pattern"
         )
 
 

@@ -121,6 +121,7 @@ _HOPPER_BANDED: Table = {
     "forward": {256: (C(64, 32, 8, 3),)},
 }
 # Overrides for calls with a bias by distance: a tile of the bias is copied to shared memory ahead, a float32 per pair.
+# Distances of coordinates are computed; most of the configurations above spill with them too.
 _DISTANCE_BIAS: Table = {
     "forward": {
         64: (C(128, 64, 8, 2), C(64, 64, 4, 2)),

@@ -156,14 +156,17 @@ def forward_kernel(
     head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, BLOCK_ROWS) % OPTIONS.PACK
     batch = batch.to(tl.int64)
     query = load_rows(lines_at(QUERY, batch, row, head), is_row, OPTIONS.KEY_WIDTH)
-    position = row + first_position(query_offset, key_offset + num_keys - num_queries)
+    first_row = first_position(query_offset, key_offset + num_keys - num_queries)
+    position = row + first_row
     dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
     query_states = position
     if OPTIONS.DROPOUT:
         query_states = query_state(head_state(dropout.seed, batch, head.to(tl.int64)), position.to(tl.int64))
     terms = row
     if TERMS is not None:
-        terms = terms_of_queries(TERMS, batch, kv_head, head, row, num_queries, num_keys, OPTIONS)
+        terms = terms_of_queries(
+            TERMS, batch, kv_head, head, row, first_row - key_offset, num_queries, num_keys, OPTIONS
+        )
     maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)

@@ -13,7 +13,7 @@ import triton.language as tl
 from .counter import dropout_of, head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
 from .runs import is_active_in, is_in_band, load_band, load_run
-from .terms import biased_by_queries, scaled, terms_of_keys
+from .terms import bias_of_head, biased_by_queries, scaled, terms_of_keys
 from .tiles import (
     SIZES,
     head_of,
@@ -65,7 +65,7 @@ def _key_blocks(
     state_of_head,
     key_states,
     terms,
-    first_diagonal,
+    of_head,
     scale_log2,
     HAS_GRAD_KEY_BIAS: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -92,7 +92,7 @@ def _key_blocks(
         score = product(key, tl.trans(query))
         if OPTIONS.SOFTCAP or OPTIONS.DISTANCE_BIAS or OPTIONS.KEY_BIAS:
             score, share = scaled(score, terms, OPTIONS)
-            score = biased_by_queries(score, terms, first_diagonal, first_row + index * rate, is_query, OPTIONS)
+            score = biased_by_queries(score, terms, of_head, first_row + index * rate, is_query, OPTIONS)
         score *= scale_log2
         # A query that saw no key, or does not exist, has probability exp(-inf).
         probability = tl.exp2(score - tl.where(lse == float("-inf"), float("inf"), lse)[None, :])
@@ -187,7 +187,7 @@ def key_gradient_kernel(
         key_states = key_state(dropout.seed, position.to(tl.int64))
     terms, grad_key_bias = row, 0
     if TERMS is not None:
-        terms = terms_of_keys(TERMS, batch, wide_head, row, num_queries, OPTIONS)
+        terms = terms_of_keys(TERMS, batch, wide_head, row, query_offset - key_offset, num_queries, num_keys, OPTIONS)
     if GRAD_KEY_BIAS is not None:
         grad_key_bias = tl.zeros([BLOCK_ROWS], tl.float32)
     grad_key = tl.zeros([BLOCK_ROWS, OPTIONS.KEY_WIDTH.BLOCK_D], tl.float32)
@@ -227,7 +227,7 @@ def key_gradient_kernel(
                 state_of_head,
                 key_states,
                 terms,
-                head * (num_queries + num_keys - 1),
+                bias_of_head(TERMS, head, num_queries, num_keys, OPTIONS),
                 scale_log2,
                 GRAD_KEY_BIAS is not None,
                 OPTIONS,

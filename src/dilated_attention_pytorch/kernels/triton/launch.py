@@ -93,12 +93,13 @@ def backward(
 
     ``out`` and ``grad_out`` are ``[B, N, H, Dv]``, where ``out`` is contiguous and ``grad_out`` has contiguous rows;
     ``lse`` and ``grad_lse`` are ``[B, N, H]`` in float32. The gradient of the bias by distance is zeros unless
-    ``needs_distance_bias``. It is added up by atomic additions, so that its last bits vary from run to run on a GPU;
-    those of the others do not.
+    ``needs_distance_bias``. Without coordinates, it is added up by atomic additions, so that its last bits vary from
+    run to run on a GPU; those of the others do not.
 
     Raises:
         NotImplementedError: positions that do not fit 32 bits, or that only the device knows.
-        RuntimeError: a gradient of the bias by distance under ``torch.use_deterministic_algorithms(True)``.
+        RuntimeError: a gradient of a bias by distance without coordinates, under
+            ``torch.use_deterministic_algorithms(True)``.
     """
     if isinstance(problem.query_offset, Tensor):
         raise NotImplementedError(
@@ -114,7 +115,9 @@ def backward(
         None if key_bias is None else torch.zeros(key_bias.shape, device=out.device),
     )
     added_to = grads.distance_bias if needs_distance_bias else None
-    if added_to is not None:
+    if added_to is not None and problem.coordinates is not None:
+        added_to = torch.empty_like(lse)  # by rows, each of which has one owner
+    elif added_to is not None:
         _check_determinism(added_to.device)
     if grads.query.numel() == 0 or grads.value.numel() == 0:
         for grad in grads[:3]:
@@ -137,7 +140,7 @@ def backward(
             before, after, keywords = walk.computing
             rows = (out, of_grad_out, lse, given, delta, grads.query, added_to)
             numbers = (*before, problem.query_offset, *after)
-            if added_to is not None:
+            if added_to is not None and problem.coordinates is None:
                 added_to.zero_()  # a launch that was timed has added to it
             query_gradient_kernel.run(*tensors, *rows, tiles, *optional, *numbers, **keywords)
 
@@ -152,6 +155,8 @@ def backward(
 
         launch_queries(fastest(plan.query_gradient.choice, launch_queries))
         launch_keys(fastest(plan.key_gradient.choice, launch_keys))
+    if added_to is not None and problem.coordinates is not None:
+        grads = grads._replace(distance_bias=added_to.sum((0, 1)).unsqueeze(1))
     return grads
 
 
@@ -238,9 +243,9 @@ def _documents(problem: Problem) -> Tensor:
 def _optional(problem: Problem, kind: Kind) -> Operands:
     """The optional operands; any tensor stands for a mask and a seed that are not given."""
     mask, seed = problem.key_padding_mask, problem.dropout_seed
-    distance_bias, key_bias = problem.distance_bias, problem.key_bias
+    key_bias = problem.key_bias
     terms = (
-        None if distance_bias is None else distance_bias.contiguous(),
+        *(None if x is None else x.contiguous() for x in (problem.distance_bias, problem.coordinates)),
         None if key_bias is None else (key_bias, *key_bias.stride()),
         *kind.cap,
     )

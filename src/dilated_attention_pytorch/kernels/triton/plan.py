@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .configurations import BlockSizes, Candidates, candidates
 from .order import MEMBERSHIP_BITS
-from .problem import Kind, Positions, Problem, kind_of
+from .problem import Kind, PositionRanges, Problem, kind_of
 from .regions import regions_of
 from .rule_table import RuleTable, rule_table
 from .runs import PlanningOptions, line_of, mask_bits
@@ -65,7 +65,7 @@ class KernelPlan:
 
     kernel: str
     kind: Kind
-    positions: Positions
+    positions: PositionRanges
     table: Tensor
     """The table of groups."""
     rules: RuleTable | None
@@ -185,6 +185,7 @@ class KernelPlan:
             DROPOUT=kind.dropout_p > 0.0,
             SOFTCAP=kind.softcap > 0.0,
             DISTANCE_BIAS=kind.has_distance_bias,
+            COORDINATES=kind.has_coordinates,
             KEY_BIAS=kind.has_key_bias,
             ZERO_PAD_KEYS=is_forward and kind.has_zero_pad_keys,
             ROTATED=num_splits > 1 and bool(kind.rules),
@@ -200,7 +201,7 @@ class LaunchPlan:
     """The launches of calls of one kind at the same positions; each part is derived on first access."""
 
     kind: Kind
-    positions: Positions
+    positions: PositionRanges
 
     @functools.cached_property
     def table(self) -> Tensor:
@@ -303,6 +304,7 @@ class LaunchPlan:
             kind.dropout_p > 0.0,
             kind.softcap > 0.0,
             kind.has_distance_bias,
+            kind.has_coordinates,
             kind.has_key_bias,
         )
 
@@ -340,10 +342,11 @@ def plan_of(problem: Problem) -> LaunchPlan:
         problem.key_padding_mask is not None,
         float(problem.softcap),
         problem.distance_bias is not None,
+        problem.coordinates is not None,
         problem.key_bias is not None,
     )
     query_offset = None if isinstance(problem.query_offset, Tensor) else problem.query_offset
-    plan = _plan(kind, Positions(num_queries, num_keys, query_offset, problem.key_offset))
+    plan = _plan(kind, PositionRanges(num_queries, num_keys, query_offset, problem.key_offset))
     if kind.rules and query.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.add(plan)
     return plan

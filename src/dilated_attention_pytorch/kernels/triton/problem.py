@@ -27,7 +27,8 @@ class Problem:
     ``dropout_seed`` an int64 scalar, on the same device. ``scale`` is positive. ``query_offset`` is an integer; or, for
     the forward under a causal mask, an int64 scalar on the device, which kernels clamp between 0 and
     ``key_offset + M - N``. Terms of the scores (:mod:`.terms`) are ``distance_bias``, float32 ``[H, N + M - 1]``,
-    ``key_bias``, float32 ``[B, M, G]``, and ``softcap``, 0 for no cap.
+    ``key_bias``, float32 ``[B, M, G]``, and ``softcap``, 0 for no cap. With ``coordinates``, float32 ``[B, 2, M]``,
+    ``distance_bias`` is ``[H, 1]``, and every query has the position of a key, by an integer ``query_offset``.
     """
 
     query: Tensor
@@ -46,9 +47,10 @@ class Problem:
     distance_bias: Tensor | None = None
     key_bias: Tensor | None = None
     softcap: float = 0.0
+    coordinates: Tensor | None = None
 
 
-class Positions(NamedTuple):
+class PositionRanges(NamedTuple):
     """The ranges of positions of a call."""
 
     num_queries: int
@@ -102,6 +104,7 @@ class Kind:
     is_padded: bool
     softcap: float
     has_distance_bias: bool
+    has_coordinates: bool
     has_key_bias: bool
 
     @property

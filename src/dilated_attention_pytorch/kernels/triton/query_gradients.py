@@ -12,7 +12,7 @@ import triton.language as tl
 from .counter import dropout_of, head_state, keep_factors, key_state, query_state
 from .forward import LOG2_E
 from .runs import is_active_in, keys_seen, load_run
-from .terms import add_to_diagonals, biased, scaled, terms_of_queries
+from .terms import add_to_diagonals, biased, distances_to, scaled, terms_of_queries
 from .tiles import (
     SIZES,
     is_seen_key,
@@ -39,6 +39,7 @@ def _query_blocks(
     lse,
     delta,
     grad_query,
+    grad_bias,
     keys,
     run,
     from_block,
@@ -54,7 +55,10 @@ def _query_blocks(
     MASKED: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):
-    """Add the blocks ``[from_block, to_block)`` of a run of keys to the tile's gradient of the queries."""
+    """Add the blocks ``[from_block, to_block)`` of a run of keys to the tile's gradient of the queries.
+
+    With coordinates, ``grad_bias [rows]`` are the rows' parts of the gradient of the bias by distance.
+    """
     first, rate, count = run.first, run.rate, run.count
     line = tl.arange(0, OPTIONS.BLOCK_RUN)
     first_row = first - keys.offset
@@ -81,13 +85,16 @@ def _query_blocks(
             key_states = key_state(dropout.seed, (first + index * rate).to(tl.int64))
             grad_probability *= keep_factors(query_states[:, None], key_states[None, :], dropout)
         grad_score = probability * (grad_probability - delta[:, None])
-        if GRAD_DISTANCE_BIAS is not None:
+        if GRAD_DISTANCE_BIAS is not None and OPTIONS.COORDINATES:
+            distances = distances_to(first_row + index * rate, is_key, terms.coordinates)
+            grad_bias += tl.sum(grad_score * distances, 1)
+        elif GRAD_DISTANCE_BIAS is not None:
             is_pair = is_active[:, None] & (index < count)[None, :]
             add_to_diagonals(GRAD_DISTANCE_BIAS, grad_score, terms.diagonal, first_row + index * rate, is_pair)
         if OPTIONS.SOFTCAP:
             grad_score *= 1.0 - share * share
         grad_query = product(rounded(grad_score, key.dtype), key, grad_query)
-    return grad_query
+    return grad_query, grad_bias
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -124,8 +131,9 @@ def query_gradient_kernel(
 
     It also stores ``DELTA[B, N, H] = rowsum(dO * O) - dL``, which the gradient of a row's scores subtracts, for the
     other kernel. ``GRAD_DISTANCE_BIAS[H, N + M - 1]``, which begins with zeros, gets the sum over each diagonal by
-    atomic additions. ``GRAD_OUT`` is a pointer with strides; ``GRAD_LSE`` and ``GRAD_DISTANCE_BIAS`` may be None; for
-    other arguments see :func:`.forward_kernel`.
+    atomic additions; with coordinates, it is ``[B, N, H]`` and gets each row's part of the sum. ``GRAD_OUT`` is a
+    pointer with strides; ``GRAD_LSE`` and ``GRAD_DISTANCE_BIAS`` may be None; for other arguments see
+    :func:`.forward_kernel`.
     """
     ORDER, RUNS, RANGES = TILES
     D: tl.constexpr = OPTIONS.KEY_WIDTH.D
@@ -166,8 +174,13 @@ def query_gradient_kernel(
         query_states = query_state(head_state(dropout.seed, batch, wide_head), position.to(tl.int64))
     terms = row
     if TERMS is not None:
-        terms = terms_of_queries(TERMS, batch, kv_head, head, row, num_queries, num_keys, OPTIONS)
+        terms = terms_of_queries(
+            TERMS, batch, kv_head, head, row, query_offset - key_offset, num_queries, num_keys, OPTIONS
+        )
     grad_query = tl.zeros([BLOCK_ROWS, OPTIONS.KEY_WIDTH.BLOCK_D], tl.float32)
+    grad_bias = 0
+    if GRAD_DISTANCE_BIAS is not None and OPTIONS.COORDINATES:
+        grad_bias = tl.zeros([BLOCK_ROWS], tl.float32)
     keys = keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset)
     line, num_runs = lines_of(
         RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, OPTIONS
@@ -179,12 +192,13 @@ def query_gradient_kernel(
         num_full, num_blocks = run.edge // BLOCK_RUN, (run.count + BLOCK_RUN - 1) // BLOCK_RUN
         # Blocks that every row sees whole, then those that need a mask.
         for MASKED in tl.static_range(2):
-            grad_query = _query_blocks(
+            grad_query, grad_bias = _query_blocks(
                 query,
                 grad_out,
                 lse,
                 delta,
                 grad_query,
+                grad_bias,
                 keys,
                 run,
                 num_full if MASKED else 0,
@@ -205,3 +219,5 @@ def query_gradient_kernel(
     row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
     lines = (batch * num_queries + row) * (num_kv_heads * OPTIONS.RATIO) + head
     store_lines(GRAD_QUERY, lines * D, row >= 0, grad_query * scale, OPTIONS.KEY_WIDTH)
+    if GRAD_DISTANCE_BIAS is not None and OPTIONS.COORDINATES:
+        tl.store(GRAD_DISTANCE_BIAS + lines, grad_bias, mask=row >= 0)

@@ -2,7 +2,8 @@
 
     s = softcap * tanh(scale * q.k / softcap) + distance_bias[h, j - i + N - 1] + key_bias[b, j, g]
 
-for query row i and key row j. Kernels of a call without terms are compiled without any of this.
+for query row i and key row j; with coordinates, the bias by distance is ``distance_bias[h, 0]`` times the distance of
+the two rows' coordinates. Kernels of a call without terms are compiled without any of this.
 """
 
 from __future__ import annotations
@@ -17,6 +18,17 @@ from .tiles import head_of, lines_at
 TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
+class Coordinates(NamedTuple):
+    """The coordinates that the distances of a tile's rows are taken between."""
+
+    own: tl.tuple
+    """x and y of the rows of the tile, ``[rows]`` each."""
+    OTHERS: tl.tuple
+    """Pointers to x and y of row 0 of the other side."""
+    unit: tl.tensor
+    """``[rows of the tile]``: bias of a distance of 1. Tiles of keys have one per head instead."""
+
+
 class TileTerms(NamedTuple):
     """The terms of the scores of one tile's rows; what stands for a term that the call has not is never read."""
 
@@ -24,6 +36,7 @@ class TileTerms(NamedTuple):
     diagonal: tl.tensor
     """``[rows of the tile]``: index in ``DISTANCE_BIAS`` for each row and row 0 of the other side. Tiles of keys: for
     the first head."""
+    coordinates: Coordinates
     key_bias: tl.tuple
     """Tiles of queries: pointer to the bias of key row 0, and stride. Tiles of keys: the biases ``[rows]``."""
     factor: tl.tensor
@@ -32,29 +45,68 @@ class TileTerms(NamedTuple):
 
 
 @triton.jit
-def terms_of_queries(TERMS, batch, kv_head, head, row, num_queries, num_keys, OPTIONS: tl.constexpr):
-    """The :class:`TileTerms` of a tile of query rows; ``head`` is the query head of each."""
-    DISTANCE_BIAS, KEY_BIAS, factor, softcap = TERMS
-    diagonal, key_bias = row, row
-    if OPTIONS.DISTANCE_BIAS:
+def coordinates_at(AXES, row, is_row):
+    """x and y of rows, from pointers to those of row 0."""
+    X, Y = AXES
+    return tl.load(X + row, mask=is_row, other=0.0), tl.load(Y + row, mask=is_row, other=0.0)
+
+
+@triton.jit
+def terms_of_queries(TERMS, batch, kv_head, head, row, ahead, num_queries, num_keys, OPTIONS: tl.constexpr):
+    """The :class:`TileTerms` of a tile of query rows; ``head`` is the query head of each.
+
+    Coordinates are those of key rows: query row i has the position of key row ``i + ahead``.
+    """
+    DISTANCE_BIAS, COORDINATES, KEY_BIAS, factor, softcap = TERMS
+    diagonal, coordinates, key_bias = row, row, row
+    if OPTIONS.COORDINATES:
+        KEYS = COORDINATES + batch * 2 * num_keys
+        AXES = KEYS, KEYS + num_keys
+        coordinates = Coordinates(coordinates_at(AXES, row + ahead, row >= 0), AXES, tl.load(DISTANCE_BIAS + head))
+    elif OPTIONS.DISTANCE_BIAS:
         # Slots without a row get the indices of row 0, which exist.
         diagonal = head.to(tl.int64) * (num_queries + num_keys - 1) + num_queries - 1 - tl.maximum(row, 0)
     if OPTIONS.KEY_BIAS:
         key_bias = head_of(KEY_BIAS, batch, kv_head)
-    return TileTerms(DISTANCE_BIAS, diagonal, key_bias, factor, softcap)
+    return TileTerms(DISTANCE_BIAS, diagonal, coordinates, key_bias, factor, softcap)
 
 
 @triton.jit
-def terms_of_keys(TERMS, batch, kv_head, row, num_queries, OPTIONS: tl.constexpr):
-    """The :class:`TileTerms` of a tile of key rows."""
-    DISTANCE_BIAS, KEY_BIAS, factor, softcap = TERMS
-    diagonal, key_bias = row, row
-    if OPTIONS.DISTANCE_BIAS:
+def terms_of_keys(TERMS, batch, kv_head, row, ahead, num_queries, num_keys, OPTIONS: tl.constexpr):
+    """The :class:`TileTerms` of a tile of key rows; ``ahead`` as for :func:`terms_of_queries`."""
+    DISTANCE_BIAS, COORDINATES, KEY_BIAS, factor, softcap = TERMS
+    diagonal, coordinates, key_bias = row, row, row
+    if OPTIONS.COORDINATES:
+        KEYS = COORDINATES + batch * 2 * num_keys
+        own = coordinates_at((KEYS, KEYS + num_keys), row, row >= 0)
+        coordinates = Coordinates(own, (KEYS + ahead, KEYS + num_keys + ahead), factor)
+    elif OPTIONS.DISTANCE_BIAS:
         diagonal = tl.maximum(row, 0).to(tl.int64) + num_queries - 1
     if OPTIONS.KEY_BIAS:
         BASE, lines = lines_at(KEY_BIAS, batch, row, kv_head)
         key_bias = tl.load(BASE + lines, mask=row >= 0, other=0.0)
-    return TileTerms(DISTANCE_BIAS, diagonal, key_bias, factor, softcap)
+    return TileTerms(DISTANCE_BIAS, diagonal, coordinates, key_bias, factor, softcap)
+
+
+@triton.jit
+def bias_of_head(TERMS, head, num_queries, num_keys, OPTIONS: tl.constexpr):
+    """Index in ``DISTANCE_BIAS`` where a head's begin; with coordinates, the head's bias of a distance of 1."""
+    of_head = head
+    if OPTIONS.COORDINATES:
+        of_head = tl.load(TERMS[0] + head)
+    elif OPTIONS.DISTANCE_BIAS:
+        of_head = head * (num_queries + num_keys - 1)
+    return of_head
+
+
+@triton.jit
+def distances_to(row, is_row, coordinates):
+    """Distances ``[rows of a tile, rows of the other side]`` of the coordinates; 0 where one is NaN."""
+    x, y = coordinates.own
+    other_x, other_y = coordinates_at(coordinates.OTHERS, row, is_row)
+    across, down = x[:, None] - other_x[None, :], y[:, None] - other_y[None, :]
+    # The maximum of NaN and 0 is 0.
+    return tl.sqrt(tl.maximum(across * across + down * down, 0.0))
 
 
 @triton.jit
@@ -85,7 +137,9 @@ def scaled(score, terms, OPTIONS: tl.constexpr):
 @triton.jit
 def biased(score, terms, key_row, is_key, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """The scores ``[query rows of a tile, keys]`` with their biases; only ``MASKED`` blocks have keys that are none."""
-    if OPTIONS.DISTANCE_BIAS:
+    if OPTIONS.COORDINATES:
+        score += terms.coordinates.unit[:, None] * distances_to(key_row, is_key, terms.coordinates)
+    elif OPTIONS.DISTANCE_BIAS:
         pointers = terms.DISTANCE_BIAS + terms.diagonal[:, None] + key_row[None, :]
         if MASKED:
             score += tl.load(pointers, mask=is_key[None, :], other=0.0)
@@ -99,10 +153,12 @@ def biased(score, terms, key_row, is_key, MASKED: tl.constexpr, OPTIONS: tl.cons
 
 
 @triton.jit
-def biased_by_queries(score, terms, first_diagonal, query_row, is_query, OPTIONS: tl.constexpr):
-    """The scores ``[key rows of a tile, queries]`` with their biases; the head's begin at ``first_diagonal``."""
-    if OPTIONS.DISTANCE_BIAS:
-        pointers = terms.DISTANCE_BIAS + terms.diagonal[:, None] + (first_diagonal - query_row)[None, :]
+def biased_by_queries(score, terms, of_head, query_row, is_query, OPTIONS: tl.constexpr):
+    """The scores ``[key rows of a tile, queries]`` with their biases; ``of_head`` is from :func:`bias_of_head`."""
+    if OPTIONS.COORDINATES:
+        score += of_head * distances_to(query_row, is_query, terms.coordinates)
+    elif OPTIONS.DISTANCE_BIAS:
+        pointers = terms.DISTANCE_BIAS + terms.diagonal[:, None] + (of_head - query_row)[None, :]
         score += tl.load(pointers, mask=is_query[None, :], other=0.0)
     if OPTIONS.KEY_BIAS:
         score += terms.key_bias[:, None]

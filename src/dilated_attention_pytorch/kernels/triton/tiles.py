@@ -77,6 +77,8 @@ class ComputingOptions(NamedTuple):
     DROPOUT: bool
     SOFTCAP: bool
     DISTANCE_BIAS: bool
+    COORDINATES: bool
+    """Whether the bias by distance is one of coordinates."""
     KEY_BIAS: bool
     ZERO_PAD_KEYS: bool
     ROTATED: bool
