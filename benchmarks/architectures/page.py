@@ -38,7 +38,7 @@ _REASONS = (
     ("chooses by content", "a layer chooses its keys by content"),
     ("came with numbers for every pair", _BIAS),
     ("adds a bias of its own", _BIAS),
-    ("adds _Scores", _BIAS),
+    ("to its scores", _BIAS),
     ("attention interface, through which", "a form of attention that is no softmax over keys, or PyTorch's own layer"),
     ("computes attention itself and", "a layer's own code does to its scores what attention does not"),
     ("attention that is not causal is of a sequence to itself", _SEQUENCES),

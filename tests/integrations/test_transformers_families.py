@@ -75,19 +75,23 @@ SLOW = {"Gemma3", "KimiLinear", "Mistral4", "GPTJ", "Falcon", "UMT5"}
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SIZES]
 
 
+def with_random_weights(model: Any) -> Any:
+    """The model in float64 for inference; equal weights for equal calls."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.double().parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model.eval()
+
+
 def built(name: str, attention: str = "eager", **changes: Any) -> Any:
-    """A model in float64 with random numbers for all its weights; equal weights for equal calls."""
+    """A model with random numbers for all its weights."""
     prefix = f"{name}Text" if name in ("Gemma3", "Llama4") else name
     config = getattr(transformers, f"{prefix}Config")(**SIZES[name] | changes)
     config._attn_implementation = attention
     config._experts_implementation = "eager"
     suffix = "ForConditionalGeneration" if "T5" in name else "ForCausalLM"
-    model = getattr(transformers, name + suffix)(config).double().eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
+    return with_random_weights(getattr(transformers, name + suffix)(config))
 
 
 def logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -259,6 +263,8 @@ class Odd(nn.Module):
                 del self.num_attention_heads
                 flat = query.flatten(0, 1)
                 return torch.bmm(torch.bmm(flat, flat.transpose(1, 2)).softmax(-1), flat), None
+            case "multiplies a tensor .* that does not have its 4 heads":
+                weights = torch.bmm(hidden[:1], hidden[:1].transpose(1, 2)).softmax(-1)
             case _:
                 raise AssertionError(self.what)
         return (weights @ query).transpose(1, 2).flatten(2), None
@@ -271,7 +277,7 @@ ODD = [
     "keeps its scores where a mask is False", "reshapes its scores", "calls masked_fill of its weights",
     "takes a softmax of something else", "does not say how many heads", "adds a bias of its own to",
     "adds scores to its scores", "divides by its scores", "calls cat with its scores", "calls getitem with its scores",
-    "calls add with its scores .*alpha",
+    "calls add with its scores .*alpha", "multiplies a tensor .* that does not have its 4 heads",
 ]  # fmt: skip
 
 
@@ -416,10 +422,46 @@ def test_a_list_of_patterns_leaves_a_layer_its_chunks() -> None:
         set_pattern(built("Llama4", layer_types=["chunked_attention"] * 2), PATTERN)
 
 
+@torch.no_grad()
+def test_a_list_of_patterns_leaves_gpt_neo_its_windows() -> None:
+    def model(*kinds: str) -> Any:
+        sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 4, "window_size": 5, "attention_types": [[kinds, 1]]}
+        config = transformers.GPTNeoConfig(**_TOKENS, **sizes, max_position_embeddings=64)
+        return with_random_weights(transformers.GPTNeoForCausalLM(config))
+
+    for length in (4, LENGTH):
+        one, other = (
+            logits(set_pattern(model("global", "local"), pattern), draw(2, length))
+            for pattern in (PATTERN, [PATTERN, None])
+        )
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="layer 1 has a sliding window of 5 tokens and a pattern"):
+        set_pattern(model("global", "local"), [PATTERN, PATTERN])
+    with pytest.raises(ValueError, match=r'window of 5 tokens.*, or leave "local" out of config.attention_types'):
+        set_pattern(model("local", "local"), PATTERN)
+
+
 def test_chunks_need_all_tokens_of_a_sequence() -> None:
     model = set_pattern(built("Llama4", attention_chunk_size=8), WHOLE)
     with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8\).*pass use_cache=False"):
         model.generate(draw(2, 7), max_new_tokens=9, do_sample=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_attention_to_another_sequence_has_the_model_s_cap(is_padded: bool) -> None:
+    stack = {**SIZES["Gemma2"], "sliding_window": 30}
+    config = transformers.T5GemmaConfig(encoder=stack, decoder=stack, **_TOKENS)
+    config._attn_implementation = "eager"
+    kind = transformers.T5GemmaForConditionalGeneration
+    eager, model = (with_random_weights(kind(copy.deepcopy(config))) for _ in range(2))
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, 17:] = 1 - is_padded
+    out, expected = (
+        each(draw(2, LENGTH), attention_mask=mask, decoder_input_ids=draw(2, 11), use_cache=False).logits
+        for each in (set_pattern(model, WHOLE), eager)
+    )
+    close(out, expected)
 
 
 def matcher(name: str) -> Any:

@@ -18,6 +18,7 @@ from integrations.tiny_models import PATTERN, draw, tiny
 
 register()
 TOKENS = draw(2, 12)
+BOUNDARIES = torch.tensor([0, 5, 12], dtype=torch.int32)
 
 
 def model(name: str = "llama", pattern: Any = PATTERN, **changes: Any) -> Any:
@@ -45,6 +46,14 @@ def padded_between() -> Any:
     mask[1, 4] = 0
     with torch.no_grad():
         return llama(TOKENS, attention_mask=mask, past_key_values=BoundedCache(llama.config))
+
+
+def prefix_in_a_bounded_cache() -> Any:
+    llama = model()
+    seen = torch.ones(2, 1, 12, 12).tril().bool()
+    seen[..., :5, :5] = True
+    with torch.no_grad():
+        return llama(TOKENS, attention_mask=seen, past_key_values=BoundedCache(llama.config))
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -105,6 +114,20 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             model().model.layers[0].self_attn, *torch.randn(3, 1, 3, 12, 8), torch.ones(2, 12, 12).bool()
         ),
         NotImplementedError, r"got torch.bool of shape \(2, 12, 12\) in LlamaAttention",
+    ),
+    "keys of other lengths, both ways": (
+        lambda: attention.dilated_attention_forward(
+            model().model.layers[0].self_attn, torch.randn(1, 3, 5, 8), *torch.randn(2, 1, 3, 12, 8), None,
+            is_causal=False,
+        ),
+        NotImplementedError, "of a sequence to itself, got 5 queries and 12 keys in LlamaAttention",
+    ),
+    "boundaries of several rows": (
+        lambda: model()(TOKENS, cu_seq_lens_q=BOUNDARIES, cu_seq_lens_k=BOUNDARIES, use_cache=False), ValueError,
+        "documents of one packed row .* got 2 rows of 12 queries and 12 keys",
+    ),
+    "a prefix in a bounded cache": (
+        lambda: prefix_in_a_bounded_cache(), NotImplementedError, "the mask has a prefix that sees itself",
     ),
     "padding between tokens in a bounded cache": (
         lambda: padded_between(), NotImplementedError, "2 runs in row 1",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch.nn import functional
 
 from dilated_attention_pytorch.models.longnet import check_equal_boundaries
 from dilated_attention_pytorch.ops import Scores, attend
-from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
+from dilated_attention_pytorch.patterns import DilatedPattern
 from dilated_attention_pytorch.precision import cast_by_autocast
 from dilated_attention_pytorch.tracing import require
 
 from .bounded import cache_of
 from .cached import attend_cached
-from .config import check_no_window, layer_pattern
+from .config import check_no_window, layer_pattern, local_window_of_layer
 from .distances import is_without_bias
 from .documents import is_causal_seal, is_seal, is_unread, unseal
 from .layers import is_causal_without_mask, keys_are_of_another, layer_of, note_attended, note_own
@@ -178,9 +179,7 @@ def attend_written_out(
     for mask in masks:
         rule = both(rule, visibility_of(mask, query.shape[2], user), user)
     is_causal = is_causal or query.shape[2] == 1 if rule is None else rule.is_causal
-    config, layer = layer_of(module)
-    kinds = getattr(config, "attention_layers", None)  # GPT-Neo's, which has a window in every other layer
-    window = config.window_size if kinds is not None and layer is not None and kinds[layer] == "local" else None
+    window = local_window_of_layer(*layer_of(module))
     return _attend(
         module, query, key, value, rule, scaling, dropout, scores, is_causal=is_causal, sliding_window=window
     )
@@ -220,6 +219,9 @@ def _attend(
     if sliding_window is None and layer is not None:
         check_no_window(config, layer)
     pattern = layer_pattern(config, layer, sliding_window, is_causal=is_causal)
+    attends = functools.partial(
+        attend, pattern=pattern, scale=scaling, dropout_p=dropout, scores=scores, heads_first=False
+    )
     mask = None if rule is None else rule.documents
     if rule is not None and rule.prefix is not None:
         if bounded is not None:
@@ -227,7 +229,7 @@ def _attend(
                 "a BoundedCache is for causal attention, and the mask has a prefix that sees itself: use the model's "
                 "own cache"
             )
-        return _attend_prefix(query, key, value, mask, rule.prefix, pattern, scaling, dropout, scores)
+        return _attend_prefix(query, key, value, mask, rule.prefix, attends)
     if bounded is not None:
         cache, cached_layer = bounded
         options = (mask, scaling, dropout, scores)
@@ -255,31 +257,10 @@ def _attend(
         # Once for all layers, as it synchronises.
         _check_not_packed(position_ids)
     if cu_seqlens is None:
-        return attend(
-            query,
-            key,
-            value,
-            pattern,
-            is_causal=is_causal,
-            scale=scaling,
-            query_offset=int(num_columns - query.shape[1]),  # sizes are tensors under torch.jit.trace
-            dropout_p=dropout,
-            scores=scores,
-            heads_first=False,
-        )
+        offset = int(num_columns - query.shape[1])  # sizes are tensors under torch.jit.trace
+        return attends(query, key, value, is_causal=is_causal, query_offset=offset)
     flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (query, key, value)]
-    out = attend(
-        flat[0],
-        flat[1],
-        flat[2],
-        pattern,
-        is_causal=is_causal,
-        scale=scaling,
-        cu_seqlens=cu_seqlens,
-        dropout_p=dropout,
-        scores=scores,
-        heads_first=False,
-    ).unflatten(1, query.shape[:2])[0]
+    out = attends(*flat, is_causal=is_causal, cu_seqlens=cu_seqlens).unflatten(1, query.shape[:2])[0]
     return out if order is None else _rows(out, order.argsort(dim=1))
 
 
@@ -370,15 +351,13 @@ def _attend_prefix(
     value: Tensor,
     documents: Tensor | None,
     prefix: Tensor,
-    pattern: Pattern,
-    scaling: float | None,
-    dropout: float,
-    scores: Scores | None,
+    attends: Callable[..., Tensor],
 ) -> Tensor:
     """Attention of a causal sequence of which the first tokens see each other both ways, ``[B, N, H, D]``.
 
     Args:
         prefix: int64 ``[B]``, the column behind the last token of the prefix.
+        attends: :func:`attend` with the pattern and the options of the call.
     """
     num_rows, num_columns = query.shape[:2]
     real = query.new_ones(num_rows, num_columns, dtype=torch.bool) if documents is None else documents >= 0
@@ -389,18 +368,7 @@ def _attend_prefix(
         first = int(columns[:end].sum())
         q, k, v = (tensor[row : row + 1, own] for tensor in (query, key, value))
         parts = [
-            attend(
-                q[:, part],
-                k[:, seen],
-                v[:, seen],
-                pattern,
-                is_causal=is_causal,
-                scale=scaling,
-                query_offset=part.start,
-                dropout_p=dropout,
-                scores=scores,
-                heads_first=False,
-            )
+            attends(q[:, part], k[:, seen], v[:, seen], is_causal=is_causal, query_offset=part.start)
             for part, seen, is_causal in (
                 (slice(0, first), slice(0, first), False),
                 (slice(first, len(own)), slice(0, len(own)), True),

@@ -143,7 +143,7 @@ def text_of_layer(entry: Any, config: Any, layer: int | None, window: int | None
     if text is not None and window is not None:
         raise ValueError(
             f"layer {layer} has a sliding window of {window} tokens and a pattern, and one of them holds: put None in "
-            "its place in config.dilated_attention to keep the window, or set config.sliding_window to None before "
+            f"its place in config.dilated_attention to keep the window, or {_without_windows(config)} before "
             "the model is built (a sum such as local_window(4095) + DilatedPattern([65536], [16]) has both)"
         )
     if text is None and window is None:
@@ -157,6 +157,9 @@ def window_of_layer(config: Any, layer: int) -> int | None:
     chunk = _chunk_of_layer(config, layer)
     if chunk is not None:
         return chunk
+    local = local_window_of_layer(config, layer)
+    if local is not None:
+        return local
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     window: int | None = getattr(config, "sliding_window", None)
@@ -165,6 +168,15 @@ def window_of_layer(config: Any, layer: int) -> int | None:
     if types is None:
         return window
     return window if layer < len(types) and "sliding" in types[layer] else None
+
+
+def local_window_of_layer(config: Any, layer: int | None) -> int | None:
+    """Size of a layer's window in GPT-Neo, whose mask shows it for longer texts alone; None without."""
+    kinds: Sequence[str] = getattr(config, "attention_layers", None) or ()
+    if layer is None or layer >= len(kinds) or kinds[layer] != "local":
+        return None
+    size: int = config.window_size
+    return size
 
 
 def _chunk_of_layer(config: Any, layer: int | None) -> int | None:
@@ -192,7 +204,8 @@ def check_no_window(config: Any, layer: int) -> None:
 
 
 def _check_windows_leave_a_layer(config: Any) -> None:
-    if not any(getattr(config, name, None) for name in ("is_heterogeneous", "sliding_window", "attention_chunk_size")):
+    names = ("attention_chunk_size", "attention_layers", "is_heterogeneous", "sliding_window")
+    if not any(getattr(config, name, None) for name in names):
         return
     types: Sequence[str] = getattr(config, "layer_types", None) or ()
     idle = {layer for layer, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
@@ -201,9 +214,14 @@ def _check_windows_leave_a_layer(config: Any) -> None:
         sizes = ", ".join(map(str, dict.fromkeys(windows)))
         raise ValueError(
             f"every layer of the model has a sliding window of {sizes} tokens, so its pattern would be that of none: "
-            "remove config.dilated_attention to keep the windows, or set config.sliding_window to None before the "
+            f"remove config.dilated_attention to keep the windows, or {_without_windows(config)} before the "
             "model is built (a sum such as local_window(4095) + DilatedPattern([65536], [16]) has both)"
         )
+
+
+def _without_windows(config: Any) -> str:
+    is_gpt_neo = getattr(config, "attention_layers", None)
+    return 'leave "local" out of config.attention_types' if is_gpt_neo else "set config.sliding_window to None"
 
 
 def text_config(config: Any) -> Any:

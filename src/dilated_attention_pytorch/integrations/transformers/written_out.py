@@ -292,8 +292,10 @@ def _heads(site: _Site, tensor: Tensor) -> Tensor:
     if tensor.dim() == 4:
         return tensor
     heads = next((getattr(site.module, name) for name in _HEADS if hasattr(site.module, name)), None)
-    if not isinstance(heads, int) or tensor.shape[0] % heads:
+    if not isinstance(heads, int):
         raise site.refuse(f"does not say how many heads a tensor of shape {tuple(tensor.shape)} has")
+    if tensor.shape[0] % heads:
+        raise site.refuse(f"multiplies a tensor of shape {tuple(tensor.shape)} that does not have its {heads} heads")
     return tensor.unflatten(0, (-1, heads))
 
 
