@@ -232,7 +232,9 @@ def test_documents_take_the_memory_of_a_row_of_all_tokens_of_their_batch() -> No
     assert footprint(few, 1) == footprint(_settings("batch-size=1 context-length=768"), 1)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "gpu" else []) for name in PRESETS]
+)
 def test_blocks_that_are_recomputed_take_less(name: str) -> None:
     settings = PRESETS[name]()
     kept, recomputed = (

@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
 )
 
@@ -147,6 +148,9 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
             read_config(tmp_path / "config.json")
     with pytest.raises(RunError, match="batch_size must be at least 1, got 0"):
         PretrainedRun(config=CONFIGS[0], pattern=PATTERN, length=8, batch_size=0)
+    experts = PretrainedRun(config=MixtralConfig(**SIZES, num_local_experts=4), pattern=PATTERN, length=8)
+    with pytest.raises(RunError, match=r"mixtral cannot be planned .* as with experts chosen by token; measure a step"):
+        plan_pretrained(experts, Device(sheet=sheet_of("A100 40 GB")))
     run = PretrainedRun(config=CONFIGS[0], pattern=PATTERN, length=8, precision="bfloat16")
     with pytest.raises(RunError, match="V100 has no rate of it"):
         plan_pretrained(run, Device(sheet=sheet_of("V100")))

@@ -95,10 +95,10 @@ def test_the_longest_text_of_a_run_on_documents_is_that_of_one_row() -> None:
 
 def test_the_longest_text_fits_and_64_tokens_more_do_not() -> None:
     settings = _settings({"vocab_size": 20011, "gradient_checkpointing": True}, batch_size=1)
-    needed = footprint(dataclasses.replace(settings, context_length=3000), 1).total
+    needed = footprint(dataclasses.replace(settings, context_length=1000), 1).total
     memory = needed * 100 // 99
     longest = longest_context(settings, 1, memory)
-    assert longest == 2944 == (3000 - 1) // 64 * 64
+    assert longest == 960 == (1000 - 1) // 64 * 64
     for length, fits in ((longest, True), (longest + 64, False)):
         assert (footprint(dataclasses.replace(settings, context_length=length), 1).total < needed) is fits
     assert longest_context(settings, 1, 1000) == 0

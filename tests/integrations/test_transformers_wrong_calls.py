@@ -87,6 +87,13 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         NotImplementedError, r"bias of its own for every pair of queries and keys to the scores, got \(1, 3, 9, 9\)",
     ),
+    "keys at another rate": (
+        lambda: attention.dilated_attention_forward(
+            model().model.layers[0].self_attn, torch.randn(1, 3, 12, 8), *torch.randn(2, 1, 3, 4, 8), None,
+            is_causal=False,
+        ),
+        NotImplementedError, r"got 12 queries and 4 keys in LlamaAttention.* placed at the positions of the others",
+    ),
     "weights": (
         lambda: model()(TOKENS, output_attentions=True), NotImplementedError, "output_attentions: the N x N weights",
     ),

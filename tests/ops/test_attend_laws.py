@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, merge
+from dilated_attention_pytorch import DilatedPattern, Pattern, attend, attend_with_lse, local_window, merge
 from support.drawn import DrawnCall, calls, examples
-from support.oracle import dense_attention
+from support.oracle import Groups, Rule, dense_attention, dense_counts
 
 PATTERN = DilatedPattern([13, 31, 97], [1, 3, 5])
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -292,3 +292,41 @@ def test_the_paper_configuration_with_a_rate_that_does_not_divide_its_length() -
     counts, zero_pad_keys = dense_counts(groups, 629, 629, 12)
     want, _ = dense_attention(q, k, v, counts, zero_pad_keys, 8**-0.5)
     torch.testing.assert_close(attend(q, k, v, DilatedPattern(groups.lengths, groups.rates)), want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        (DilatedPattern([13, 31], [1, 3]), Groups((13, 31), (1, 3))),
+        (local_window(7, 5), Rule("window", (7, 5))),
+    ],
+    ids=["dilated", "window"],
+)
+@pytest.mark.parametrize("are_queries_few", [True, False], ids=["queries", "keys"])
+def test_rows_at_another_rate_attend_from_their_positions(
+    pattern: Pattern, same: Groups | Rule, are_queries_few: bool
+) -> None:
+    rate, few, many = 4, 17, 71
+    num_queries, num_keys = (few, many) if are_queries_few else (many, few)
+    q, k, v = (
+        torch.randn(2, rows, heads, 7, dtype=torch.float64, requires_grad=True)
+        for rows, heads in ((num_queries, 6), (num_keys, 3), (num_keys, 3))
+    )
+
+    def placed(rows: Tensor) -> Tensor:
+        return rows.new_zeros(2, few * rate, *rows.shape[2:]).index_copy(1, torch.arange(0, few * rate, rate), rows)
+
+    counts, zeros = dense_counts(same, *((few * rate, many) if are_queries_few else (many, few * rate)), 3, batch=2)
+    if are_queries_few:
+        counts, zeros = counts[:, :, ::rate], zeros[:, :, ::rate]
+        out, lse = (x[:, ::rate] for x in attend_with_lse(placed(q), k, v, pattern))
+    else:
+        counts = counts[..., ::rate]
+        padding = (torch.arange(few * rate) % rate != 0).expand(2, -1)
+        out, lse = attend_with_lse(q, placed(k), placed(v), pattern, key_padding_mask=padding)
+    expected = dense_attention(q, k, v, counts, zeros, 7**-0.5)
+    for found, want in zip((out, lse), expected, strict=True):
+        torch.testing.assert_close(found, want, **EXACT)
+    grads, of_expected = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, expected[0]))
+    for found, want in zip(grads, of_expected, strict=True):
+        torch.testing.assert_close(found, want, **EXACT)

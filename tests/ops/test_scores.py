@@ -301,3 +301,19 @@ def test_wrong_calls(call: Callable[[], object], error: type[Exception], message
     with pytest.raises(error) as raised:
         call()
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shape", [(1, 41), (2, 41, 1)], ids=str)
+def test_one_bias_of_keys_for_all_sequences_or_heads_is_that_of_each(shape: tuple[int, ...], impl: Impl) -> None:
+    dtype, rounding = (torch.float32, 1e-5) if impl == "native" else (torch.float64, 1e-12)
+    q, k, v = (torch.randn(2, 41, heads, 5, dtype=dtype) for heads in (6, 3, 3))
+    one = torch.randn(shape, dtype=dtype, requires_grad=True)
+    each = (one if one.dim() == 3 else one[..., None]).expand(2, 41, 3).detach().clone().requires_grad_()
+    results = [attend(q, k, v, P, scores=Scores(key_bias=bias), impl=impl) for bias in (one, each)]
+    assert torch.equal(*results)
+    of_one, of_each = (
+        torch.autograd.grad(out.sin().sum(), bias)[0] for out, bias in zip(results, (one, each), strict=True)
+    )
+    of_all = of_each.sum(dim=2, keepdim=True) if one.dim() == 3 else of_each.sum(dim=(0, 2))[None]
+    torch.testing.assert_close(of_one, of_all, rtol=rounding, atol=rounding)

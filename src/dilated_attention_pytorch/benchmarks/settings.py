@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from .shapes import SHAPES, DtypeName, Mode
 
 PresetName = Literal["auto", "cpu", "gpu"]
-Device = Literal["auto", "cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class BenchSettings:
     """Batch size."""
     contestants: tuple[str, ...] = ()
     """Parts of the names of contestants to run, for example: ours published dense. Default: all."""
-    device: Device = "auto"
+    device: DeviceChoice = "auto"
     """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
@@ -64,7 +64,7 @@ class BenchSettings:
         _check_names("shapes", self.shapes, tuple(SHAPES))
         _check_names("modes", self.modes, get_args(Mode))
         _check_names("dtypes", self.dtypes, get_args(DtypeName))
-        _check_names("device", (self.device,), get_args(Device))
+        _check_names("device", (self.device,), get_args(DeviceChoice))
         for name, least in (("rows", 1), ("head_dims", 1), ("num_groups", 1)):
             for value in getattr(self, name):
                 _check_number(name, value, least=least)

@@ -11,7 +11,7 @@ import tyro
 
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training.eight_bit import Weights, import_torchao, make_small
-from dilated_attention_pytorch.training.run_settings import Device
+from dilated_attention_pytorch.training.run_settings import DeviceChoice
 from dilated_attention_pytorch.training.settings import SampleSettings
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Generate(SampleSettings):
     """Run folder that `train` wrote; for an unfinished run, its last complete checkpoint is used."""
     prompt: str | None = None
     """Text to continue. Default: standard input, or on a terminal one prompt after the other."""
-    device: Device = "auto"
+    device: DeviceChoice = "auto"
     """Device; "auto" takes a CUDA device if there is one."""
     weights: Weights = "stored"
     """"int8" or "float8": store the layers' matrices in 8 bits (torchao). "stored": as in the file."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dilated_attention_pytorch.machine import choose_device, require, set_threads
-from dilated_attention_pytorch.training.run_settings import Device
+from dilated_attention_pytorch.training.run_settings import DeviceChoice
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +42,7 @@ class Tune:
     For single-threaded programs: tune --threads 1
     """
 
-    device: Device = "auto"
+    device: DeviceChoice = "auto"
     """Device; "auto" takes a CUDA device if there is one."""
     dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
     """Dtypes to measure. Rates of other dtypes in the stored profile are kept."""

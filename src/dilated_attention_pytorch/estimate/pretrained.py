@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError, first_line
@@ -86,11 +87,29 @@ def _build(run: PretrainedRun, dtype: torch.dtype) -> PreTrainedModel:
     register()
     refusals: tuple[type[Exception], ...] = (NotImplementedError, *configuration_errors())
     try:
-        model = AutoModelForCausalLM.from_config(run.config, dtype=dtype)
+        # Other implementations than "eager" are refused by fake tensors in words of theirs.
+        model = AutoModelForCausalLM.from_config(run.config, dtype=dtype, experts_implementation="eager")
         return set_pattern(model, run.pattern)
     except refusals as error:
         reason = first_line(error)
         raise RunError(f"--model: {run.config.model_type} cannot be planned under {run.pattern!r}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _fake_tensors(run: PretrainedRun) -> Iterator[None]:
+    """Context in which tensors have shapes and no values.
+
+    Raises:
+        RunError: the model needs values.
+    """
+    try:
+        with FakeTensorMode():
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RunError(
+            f"--model: {run.config.model_type} cannot be planned from its configuration: its layers depend on the "
+            f"values of tensors ({error.func}), as with experts chosen by token; measure a step of it instead"
+        ) from error
 
 
 def _recompute_blocks(model: PreTrainedModel) -> None:
@@ -113,7 +132,7 @@ def operations(run: PretrainedRun, purpose: Purpose) -> tuple[PassFlops, StepWor
         RunError: the model cannot run under the pattern.
     """
     # The model checks whether its mask lets all tokens see the one before; LiveBytes answers for fake tensors.
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]), LiveBytes():
+    with _fake_tensors(run), torch.random.fork_rng(devices=[]), LiveBytes():
         model = _build(run, torch.float32)
         forward = pretrained_flops(model)
         if run.gradient_checkpointing:
@@ -141,7 +160,7 @@ def trace(
         is_generating: whether only the last token has logits, as in a call of ``generate``.
     """
     live = LiveBytes(own_bytes=operator_bytes)
-    with FakeTensorMode() if is_fake else contextlib.nullcontext(), torch.random.fork_rng(devices=[]), live:
+    with _fake_tensors(run) if is_fake else contextlib.nullcontext(), torch.random.fork_rng(devices=[]), live:
         with live.made_as("weights"):
             model = _build(run, dtype).train(is_training)
         if run.gradient_checkpointing and is_training:

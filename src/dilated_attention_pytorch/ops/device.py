@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.kernels.triton.problem import Problem
 
 
-class Device(Implementation):
+class Triton(Implementation):
     """``"triton"``: this package's kernels for GPUs. They do not read hidden keys and values."""
 
     name = "triton"
@@ -145,7 +145,7 @@ def _call(
         query_offset=query_start,
         key_offset=key_offset,
         softcap=softcap,
-        impl=Device(),
+        impl=Triton(),
     )
 
 
@@ -166,7 +166,7 @@ def _attend_at(
     refuse_tangents(query, key, value, distance_bias, key_bias)
     terms = distance_bias, key_bias
     call = _call(query, key, value, query_start, key_padding_mask, *terms, pattern, scale, key_offset, softcap)
-    return Device().forward(call)
+    return Triton().forward(call)
 
 
 attend_at = torch.library.custom_op("dilated_attention_pytorch::attend_at", _attend_at, mutates_args=())

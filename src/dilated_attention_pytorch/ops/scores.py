@@ -31,8 +31,8 @@ class Scores:
         slopes: ``[H]``, bias ``-slope_h |t - p|`` (ALiBi, arXiv 2108.12409), or ``-slope_h |x_t - x_p|`` with
             ``coordinates``.
         distance_bias: ``[H, 2 W + 1]``, bias ``distance_bias[h, clamp(t - p, -W, W) + W]``; see :meth:`t5`.
-        key_bias: ``[B, M]`` or ``[B, M, G]``, bias of every key, per sequence and key/value head; finite. Hide keys by
-            ``key_padding_mask``.
+        key_bias: ``[B, M]`` or ``[B, M, G]``, bias of every key, per sequence and key/value head; also ``[1, M]`` or
+            ``[B, M, 1]``, one for all of them. Finite: hide keys by ``key_padding_mask``.
         coordinates: ``[B, M, 2]``, coordinates x of the positions of the keys, among which the queries lie; slopes are
             then of Euclidean distances in the plane (TITAN, arXiv 2411.19666). They are finite; a row of NaN has no
             place, as a class token, and its pairs no bias. Rounded to the dtype of the scores, without a gradient.

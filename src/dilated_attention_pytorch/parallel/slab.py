@@ -14,7 +14,7 @@ from dilated_attention_pytorch.kernels.masks import ScoreTerms
 from dilated_attention_pytorch.kernels.products import LOG2_E, Result
 from dilated_attention_pytorch.ops import tiles
 from dilated_attention_pytorch.ops.call import Call, Implementation
-from dilated_attention_pytorch.ops.device import Device
+from dilated_attention_pytorch.ops.device import Triton
 from dilated_attention_pytorch.ops.extremes import has_large_scores, largest_norm
 from dilated_attention_pytorch.ops.host import contiguous_rows
 from dilated_attention_pytorch.ops.merge import merge_in_place, without_infinities
@@ -142,7 +142,7 @@ class Slab:
 
     def _is_large(self, *keys: Tensor) -> bool:
         """Whether scores of this rank's queries with these keys may be large."""
-        if isinstance(self.options.impl, Device):
+        if isinstance(self.options.impl, Triton):
             return False
         score = self._query_norm * max(map(largest_norm, keys), default=0.0) * self.options.scale
         score = min(score, self.options.softcap) if self.options.softcap else score

@@ -17,7 +17,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy, from_items
 
 from dilated_attention_pytorch.errors import RunError, first_line
-from dilated_attention_pytorch.training.run_settings import Device
+from dilated_attention_pytorch.training.run_settings import DeviceChoice
 
 from .claims import Claims
 from .encoder import SlideEncoderConfig
@@ -73,7 +73,7 @@ class Workers(NamedTuple):
 
     number: int
     threads: int
-    device: Device
+    device: DeviceChoice
 
     @property
     def resources(self) -> dict[str, int]:
@@ -81,7 +81,7 @@ class Workers(NamedTuple):
         return {"num_cpus": self.threads, "num_gpus": int(self.device == "cuda")}
 
 
-def workers_of_cluster(device: Device, threads: int) -> Workers:
+def workers_of_cluster(device: DeviceChoice, threads: int) -> Workers:
     """A worker for each GPU of the cluster that is connected, or for every ``threads`` cores.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dilated_attention_pytorch.training.run_settings import Device, check_choice, check_number
+from dilated_attention_pytorch.training.run_settings import DeviceChoice, check_choice, check_number
 
 from .encoder import Pooling
 from .tools import VECTORS, Like, Vector
@@ -42,7 +42,7 @@ class TileSettings:
     """Heads of the encoder, which the weights do not determine: 16 in the released one."""
     prefix: str = ""
     """Load only weights whose names begin with it: "slide_encoder." for a model fine-tuned by GigaPath's program."""
-    device: Device = "auto"
+    device: DeviceChoice = "auto"
     """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch. Cores of each worker under `--engine ray` without GPUs; 0 is all of
@@ -54,7 +54,7 @@ class TileSettings:
     """Ray cluster of this machine, "auto" or HOST:PORT. Default: one that is started for this command."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "device", get_args(Device))
+        check_choice(self, "device", get_args(DeviceChoice))
         check_choice(self, "engine", get_args(Engine))
         check_number(self, "num_heads", least=1)
         check_number(self, "threads", least=0)

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.errors import first_line, shortened
 _SHOWN_COLUMNS = 20
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One line of the file."""
 
     where: str
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 def read_rows(
     path: Path, needed: Sequence[str], optional: Sequence[str] = (), *, filled: Collection[str], unique: str
-) -> list[Row]:
+) -> list[TableRow]:
     """Read the columns that are used; empty lines are left out.
 
     Args:
@@ -69,7 +69,7 @@ def read_rows(
             if key in first:
                 raise ValueError(f"{where}: slide {key!r} also stands in {first[key]}; remove one of the lines")
             first[key] = where
-            rows.append(Row(where, found))
+            rows.append(TableRow(where, found))
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {reader.line_num} is not a line of a CSV file ({first_line(error)}); a cell with double "

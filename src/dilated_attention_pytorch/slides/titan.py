@@ -18,7 +18,6 @@ from dilated_attention_pytorch.errors import first_line
 from dilated_attention_pytorch.ops import Scores, attend
 from dilated_attention_pytorch.ops.validation import check_size
 from dilated_attention_pytorch.patterns import DilatedPattern
-from dilated_attention_pytorch.precision import accumulation_dtype
 
 from .checkpoint import read_weights
 from .encoder import SlideEmbeddings
@@ -164,7 +163,9 @@ class TitanEncoder(nn.Module):
         cells, features = _summed(features, self.config.grid_of(coordinates, tile_size))
         x = self.patch_embed(features.to(self.cls_token.dtype))
         x = torch.cat((self.cls_token[0].to(x.dtype), x))[None]
-        places = functional.pad(cells.to(accumulation_dtype(x.dtype)), (0, 0, 1, 0), value=math.nan)[None]
+        places = functional.pad(cells.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, 1, 0), value=math.nan)[
+            None
+        ]
         states = [x[0, 0]]
         for block in self.blocks["modules_list"].children():
             x = block(x, places)
@@ -216,7 +217,7 @@ class _CellAttention(nn.Module):
     def forward(self, x: Tensor, places: Tensor) -> Tensor:
         """``[1, M + 1, E]`` to ``[1, M + 1, E]``; rows lie at ``places [1, M + 1, 2]``, but for the class token."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        slope = torch.tensor(slopes(self.num_heads), dtype=accumulation_dtype(q.dtype), device=q.device)
+        slope = torch.tensor(slopes(self.num_heads), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         pattern = DilatedPattern([q.shape[1]], [1])
         return self.proj(attend(q, k, v, pattern, scores=Scores(slopes=slope, coordinates=places)).flatten(-2))
 

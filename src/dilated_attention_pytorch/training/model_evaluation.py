@@ -26,7 +26,7 @@ from .evaluated_model import EvaluatedModel, open_model
 from .evaluation import binned, bits_of_tokens, chart, predicted
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
-from .run_settings import LARGEST_SEED, LONGEST_TEXT, Device, Precision, check_choice, check_number
+from .run_settings import LARGEST_SEED, LONGEST_TEXT, DeviceChoice, Precision, check_choice, check_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ class EvalSettings:
     """Texts per length and recall task; 0 disables recall tasks."""
     precision: Precision = "auto"
     """Precision, as in training."""
-    device: Device = "auto"
+    device: DeviceChoice = "auto"
     """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Schedule = Literal["linear", "cosine", "wsd", "constant"]
 Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16", "float8"]
-Device = Literal["auto", "cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 OnNan = Literal["stop", "skip"]
 AdamW = Literal["adamw", "adamw-bf16", "adamw-8bit"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
@@ -63,7 +63,7 @@ class RunSettings:
     "float8": bfloat16, with large linear layers in float8 (torchao), on GPUs that support it.
     "tf32": float32, with products in TF32 on CUDA GPUs from compute capability 8.0. "auto":
     bfloat16 with hardware support, else float32; the run records which."""
-    device: Device = "auto"
+    device: DeviceChoice = "auto"
     """Device; "auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
@@ -123,7 +123,12 @@ class RunSettings:
                 'warmup_fraction and decay_fraction must be at most 1 together for the schedule "wsd", got '
                 f"{self.warmup_fraction} and {self.decay_fraction}"
             )
-        for name, choices in (("schedule", Schedule), ("precision", Precision), ("device", Device), ("on_nan", OnNan)):
+        for name, choices in (
+            ("schedule", Schedule),
+            ("precision", Precision),
+            ("device", DeviceChoice),
+            ("on_nan", OnNan),
+        ):
             check_choice(self, name, get_args(choices))
         check_number(self, "prometheus_port", least=0, most=LARGEST_PORT)
         self.data = tuple(Path(path) for path in self.data)

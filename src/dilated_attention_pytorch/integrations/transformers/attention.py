@@ -237,7 +237,8 @@ def _attend(
     if not is_causal and query.shape[1] != num_columns:
         raise NotImplementedError(
             f"attention that is not causal is of a sequence to itself, got {query.shape[1]} queries and {num_columns} "
-            f'keys in {type(module).__name__}: use "sdpa" for this model'
+            f'keys in {type(module).__name__}: use "sdpa" for this model; attend takes rows at another rate, placed '
+            "at the positions of the others (docs/definition.md)"
         )
     order = cu_seqlens = None
     if boundaries is not None:

@@ -19,7 +19,7 @@ from .config import layer_pattern, num_layers, text_config, window_of_layer
 _ATTRIBUTE = "_stored_rows"
 
 
-class _Rows(LongNetCache):
+class _PatternCache(LongNetCache):
     """LongNet's cache for given patterns."""
 
     __slots__ = ()
@@ -75,7 +75,7 @@ class BoundedCache(ForwardOnlyCache):
             layer_pattern(config, layer, window_of_layer(config, layer), is_causal=True)
             for layer in range(num_layers(config))
         )
-        self._rows: _Rows | None = None
+        self._rows: _PatternCache | None = None
         self._step: CacheStep | None = None
         self._served: set[int] = set()
         self._seen = [0] * config.num_hidden_layers
@@ -90,7 +90,7 @@ class BoundedCache(ForwardOnlyCache):
         if torch.is_grad_enabled():
             raise RuntimeError("BoundedCache has no gradient: call the model under torch.no_grad(), or without a cache")
         if self._rows is None:
-            self._rows = _Rows(self._patterns, key_states.shape[1])
+            self._rows = _PatternCache(self._patterns, key_states.shape[1])
         if self._seen[layer_idx] != self._attended[layer_idx]:
             raise RuntimeError(
                 f"BoundedCache saw {self._seen[layer_idx]} tokens in layer {layer_idx}, and its attention "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.errors import shortened
-from dilated_attention_pytorch.slides.table import Row, read_rows
+from dilated_attention_pytorch.slides.table import TableRow, read_rows
 
 Task = Literal["classification", "multilabel", "regression", "survival"]
 Part = Literal["train", "validation", "test"]
@@ -121,7 +121,7 @@ def _is_number(text: str) -> bool:
     return _NUMBER.fullmatch(text) is not None
 
 
-def _guess_task(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> Task:
+def _guess_task(path: Path, rows: Sequence[TableRow], columns: Sequence[str]) -> Task:
     if len(columns) > 1:
         return "multilabel"
     texts = {row.cells[columns[0]] for row in rows}
@@ -133,7 +133,7 @@ def _guess_task(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> Task
     return "classification"
 
 
-def _read_classes(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
+def _read_classes(path: Path, rows: Sequence[TableRow], columns: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
     """Class indices ``[N]`` and the classes' names."""
     if len(columns) > 1:
         raise ValueError(
@@ -157,14 +157,14 @@ def _read_classes(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> tu
     return torch.tensor([index[row.cells[column]] for row in rows]), classes
 
 
-def _given(row: Row, column: str) -> str:
+def _given(row: TableRow, column: str) -> str:
     text = row.cells[column]
     if text.casefold() in _MISSING:
         raise ValueError(f"{row.where} has no {column} (got {text!r}); fill it in, or remove the line")
     return text
 
 
-def _read_numbers(rows: Sequence[Row], columns: Sequence[str], task: Task) -> Tensor:
+def _read_numbers(rows: Sequence[TableRow], columns: Sequence[str], task: Task) -> Tensor:
     """The columns as float32 ``[N, K]``."""
     is_binary = {name: task == "multilabel" or (task == "survival" and name == columns[1]) for name in columns}
     values = []
@@ -184,7 +184,9 @@ def _read_numbers(rows: Sequence[Row], columns: Sequence[str], task: Task) -> Te
     return torch.tensor(values, dtype=torch.float32).view(len(rows), len(columns))
 
 
-def _read_cases(rows: Sequence[Row], slide_column: str, patient_column: str, split_column: str) -> list[LabelledCase]:
+def _read_cases(
+    rows: Sequence[TableRow], slide_column: str, patient_column: str, split_column: str
+) -> list[LabelledCase]:
     """One case a slide."""
     cases, splits = [], dict[str, tuple[str, str]]()
     for row in rows:
@@ -204,7 +206,7 @@ def _read_cases(rows: Sequence[Row], slide_column: str, patient_column: str, spl
 
 
 def _merge_patients(
-    rows: Sequence[Row], cases: Sequence[LabelledCase], targets: Tensor
+    rows: Sequence[TableRow], cases: Sequence[LabelledCase], targets: Tensor
 ) -> tuple[list[LabelledCase], Tensor]:
     """One case a patient, in the order of their first slides."""
     merged: dict[str, LabelledCase] = {}
