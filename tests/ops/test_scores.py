@@ -228,7 +228,7 @@ def test_other_derivatives_are_refused_or_dense() -> None:
 
 @pytest.mark.parametrize("impl", ["aten", "native"])
 def test_memory_is_linear_in_rows(impl: Impl) -> None:
-    """One tensor of N x N scores of all heads would take 134 MB."""
+    """One tensor of N x N scores of all heads would take 537 MB."""
     if refusal(impl, torch.device("cpu"), torch.float32, 8) is not None:
         pytest.skip("not on this machine")
 
@@ -243,12 +243,12 @@ def test_memory_is_linear_in_rows(impl: Impl) -> None:
 
         step(64)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        step(2048)
+        step(4096)
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
     ended = fork(grown).ended()
     assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) < 40, "MB"
+    assert int(ended.stdout) < 120, "MB"
 
 
 X, SLOPES = torch.zeros(1, 6, 4, 8), torch.zeros(4)
