@@ -53,9 +53,10 @@ lint:
 types:
 	$(BIN)/mypy
 
+# Bytecode is written even where the environment says otherwise: the programs that tests start would compile the package.
 tests:
 	$(BIN)/dilated-attention build || true
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal --durations 25  # programs that tests start read bytecode
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal --durations 25
 
 oldest: $(VENV)-oldest/dev.stamp  ## the tests on the oldest PyTorch that is promised, kernels compiled by its Triton among them; its wheels bring CUDA, 5 GB
 	$(VENV)-oldest/bin/pytest -n 2 --dist worksteal
