@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import attend
-from dilated_attention_pytorch.integrations.transformers.bounded import _Rows
+from dilated_attention_pytorch.integrations.transformers.bounded import _PatternCache
 from dilated_attention_pytorch.kernels.select import Impl, refusal
 from dilated_attention_pytorch.ops import implementation
 from support.drawn import block_calls, calls, examples
@@ -44,7 +44,7 @@ def test_decoded_rows_equal_those_of_one_call(impl: Impl, dtype: torch.dtype, to
         scores, pattern = call.scores(tensors), call.call.pattern
         q, k, v = (tensors[name] for name in "qkv")
         expected = attend(q, k, v, pattern, is_causal=True, scores=scores, impl="reference")
-        cache, done = _Rows((pattern,), k.shape[2]), 0
+        cache, done = _PatternCache((pattern,), k.shape[2]), 0
         with implementation(impl):
             while done < rows:
                 new = data.draw(st.sampled_from([1, 1, 1, 2, 5, 20]))
