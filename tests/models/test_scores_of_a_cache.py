@@ -39,7 +39,7 @@ def test_decoded_rows_equal_those_of_one_call(impl: Impl, dtype: torch.dtype, to
         call.call = dataclasses.replace(
             call.call, summands=tuple(ragged), num_keys=rows, options={}, is_causal=True, scale=None
         )
-        call.names = call.names - {"key_bias"}
+        call.names, call.is_in_the_plane = call.names - {"key_bias"}, False
         tensors, *_ = call.tensors(dtype)
         scores, pattern = call.scores(tensors), call.call.pattern
         q, k, v = (tensors[name] for name in "qkv")

@@ -26,7 +26,7 @@ def draw_cases(world: int, number: int, kind: str) -> list[Case]:
     @examples(number)
     @given(cases(world, kind), scored(calls()))
     def collect(case: ShardedCase, call: ScoredCall) -> None:
-        call.call = case.call
+        call.call, call.is_in_the_plane = case.call, False
         if case.strategy != "heads":
             call.names = call.names - {"key_bias"}
         found.append((case, call))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -68,7 +69,8 @@ def test_drawn_calls_stay_within_the_error_budget(figure: Any) -> None:
         nonlocal drawn
         drawn += 1
         call.call.seed = seed
-        with poisoned():
+        # The gradients of padded keys are dropped once they are computed: their probabilities may overflow.
+        with poisoned(), np.errstate(over="ignore"):
             check_budget(call, dtype, "triton", used, placed)
 
     check()
