@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
+from dilated_attention_pytorch.integrations.transformers.config import window_of_layer
 from dilated_attention_pytorch.integrations.transformers.distances import bias_by_distance
 from integrations.tiny_models import PATTERN, dense_mask, draw
 
@@ -439,6 +440,10 @@ def test_a_list_of_patterns_leaves_gpt_neo_its_windows() -> None:
         set_pattern(model("global", "local"), [PATTERN, PATTERN])
     with pytest.raises(ValueError, match=r'window of 5 tokens.*, or leave "local" out of config.attention_types'):
         set_pattern(model("local", "local"), PATTERN)
+
+
+def test_the_shared_layers_of_zamba2_have_no_window() -> None:
+    assert window_of_layer(transformers.Zamba2Config(), -1) is None
 
 
 def test_chunks_need_all_tokens_of_a_sequence() -> None:

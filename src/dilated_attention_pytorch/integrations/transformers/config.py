@@ -173,7 +173,8 @@ def window_of_layer(config: Any, layer: int) -> int | None:
 def local_window_of_layer(config: Any, layer: int | None) -> int | None:
     """Size of a layer's window in GPT-Neo, whose mask shows it for longer texts alone; None without."""
     kinds: Sequence[str] = getattr(config, "attention_layers", None) or ()
-    if layer is None or layer >= len(kinds) or kinds[layer] != "local":
+    # The shared layers of Zamba 2 have the number -1.
+    if layer is None or not 0 <= layer < len(kinds) or kinds[layer] != "local":
         return None
     size: int = config.window_size
     return size
