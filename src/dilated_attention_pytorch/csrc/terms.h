@@ -25,7 +25,7 @@ struct Terms {
   float factor() const { return are_present() ? kLog2E : scale * kLog2E; }
 
   // cap(scale x) and the derivative cap' there.
-  std::pair<Floats, Floats> cap(Floats x) const {
+  C10_ALWAYS_INLINE std::pair<Floats, Floats> cap(Floats x) const {
     if (softcap == 0.0f) return {x * Floats(scale), Floats(1.0f)};
     const Floats part = tanh(x * Floats(scale_in_caps));
     return {part * Floats(softcap), at::vec::fnmadd(part, part, Floats(1.0f))};
