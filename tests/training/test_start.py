@@ -25,7 +25,7 @@ from training.killed_runs import launch
 from training.runs import small_settings
 from training.unlike_ranks import start_unlike
 
-SECONDS = 0.5
+SECONDS = 2.0
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_a_rank_that_does_not_come_is_named(port: int) -> None:
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"^starting: rank 1 does not answer: .*--timeout 0\.5, while the ranks met"):
+    with pytest.raises(RunError, match=r"^starting: rank 1 does not answer: .*--timeout 2, while the ranks met"):
         process_group._join("gloo", SECONDS)
     assert time.monotonic() - began >= SECONDS
 
@@ -65,7 +65,7 @@ def test_a_stopped_process_that_holds_the_store_is_named(port: int, monkeypatch:
         os.kill(os.getpid(), signal.SIGSTOP)
     assert os.read(read, 9) == str(port).encode()
     try:
-        with pytest.raises(RunError, match=r"^starting: rank 0, which holds the store .* no answer for 3\.5 s"):
+        with pytest.raises(RunError, match=r"^starting: rank 0, which holds the store .* no answer for 5 s"):
             process_group._join("gloo", SECONDS)
     finally:
         os.kill(holder, signal.SIGKILL)
