@@ -171,7 +171,8 @@ def merge_partial(partial: AnyPartial, operands: Operands, out: Tensor, lse: Ten
         geometry = ([*numbers[:-1], 1], heads, axes, None, None, operands.seen_rows.reshape(-1), ends)
     origins = [*of_out, *(_origin_of_remote(partial) if operands.is_remote else WHOLE)]
     terms = operands.terms or NO_TERMS
-    _check_terms(terms, operands)
+    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
+    assert terms.coordinates is None or terms.coordinates.is_contiguous()
     rest = (*geometry, *operands.options, None if units is None else units.gates, *terms)
     torch.ops.dilated_attention_native.attend(*operands[:3], out, lse, origins, operands.ratio, *rest)
 
@@ -208,18 +209,13 @@ def add_gradients(
     gates = None if units is None else units.gates
     of_units = None if gates is None else torch.zeros_like(gates)
     terms = operands.terms or NO_TERMS
-    _check_terms(terms, operands)
+    assert terms.line is None or (terms.line.is_contiguous() and not operands.is_remote)
+    assert terms.coordinates is None or terms.coordinates.is_contiguous()
     rest = [*_geometry(partial, units, operands), *operands.options, gates, *terms]
     rest += of_units, grad_line, grad_key_bias
     torch.ops.dilated_attention_native.attend_backward(*tensors, origins, operands.ratio, *rest)
     if units is not None and of_units is not None and grad_gates is not None:
         grad_gates += units.by_block(of_units)
-
-
-def _check_terms(terms: Terms, operands: Operands) -> None:
-    line, coordinates = terms.line, terms.coordinates
-    assert line is None or (line.is_contiguous() and not operands.is_remote)
-    assert coordinates is None or (line is not None and line.shape[1] == 1 and coordinates.is_contiguous())
 
 
 class _Units(NamedTuple):
