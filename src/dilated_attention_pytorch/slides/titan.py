@@ -163,9 +163,8 @@ class TitanEncoder(nn.Module):
         cells, features = _summed(features, self.config.grid_of(coordinates, tile_size))
         x = self.patch_embed(features.to(self.cls_token.dtype))
         x = torch.cat((self.cls_token[0].to(x.dtype), x))[None]
-        places = functional.pad(cells.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, 1, 0), value=math.nan)[
-            None
-        ]
+        places = cells.to(torch.promote_types(x.dtype, torch.float32))
+        places = functional.pad(places, (0, 0, 1, 0), value=math.nan)[None]
         states = [x[0, 0]]
         for block in self.blocks["modules_list"].children():
             x = block(x, places)
