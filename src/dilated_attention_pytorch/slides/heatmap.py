@@ -140,7 +140,7 @@ def of_contribution(scores: TileScores, output: str) -> tuple[Tensor, str]:
     if output not in scores.outputs:
         of = f"contributions to {', '.join(scores.outputs)}" if scores.outputs else "no contributions"
         raise RunError(f"--contribution {output}: the file holds {of}; pass one of them, or a file of finetune --maps")
-    return scores.values["contribution"][scores.outputs.index(output)], f"contribution to {output}"
+    return scores.values["contribution"][scores.outputs.index(output)], f"contribution to the score of {output}"
 
 
 def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | None) -> Figure:
