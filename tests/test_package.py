@@ -27,7 +27,7 @@ ALLOWED = {
         name: {*ORDER[:index], "installation", "folders", "legacy", "precision", "tracing"}
         for index, name in enumerate(ORDER)
     },
-    "kernels/measured_choice": {"folders", "output"},
+    "kernels/once_per_machine": {"folders", "output"},
     "selection": {
         "patterns",
         "plan",
