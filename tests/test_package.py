@@ -28,6 +28,7 @@ ALLOWED = {
         for index, name in enumerate(ORDER)
     },
     "kernels/once_per_machine": {"folders", "output"},
+    "kernels/triton/check": {"parent", "patterns", "tracing"},
     "selection": {
         "patterns",
         "plan",
