@@ -10,12 +10,15 @@ from dataclasses import replace
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.errors import OutOfResources
 
-from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.cli import _run_without, main
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.kernels import device_check, select
 from dilated_attention_pytorch.kernels.device_check import (
@@ -29,6 +32,8 @@ from dilated_attention_pytorch.kernels.device_check import (
 )
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton import check
+from dilated_attention_pytorch.kernels.triton.configurations import BlockSizes
+from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from support.checked_kernels import stand_ins
 from support.interpreter import patched_once_per_launch
 
@@ -131,6 +136,37 @@ def test_the_kernels_are_right_in_the_interpreter(index: int) -> None:
     with patched_once_per_launch():
         verdict = check.judge(check.CALLS[index], drawn(index), check.compute(check.CALLS[index], drawn(index)))
     assert verdict.passes, verdict.describe()
+
+
+def test_the_first_call_is_computed_by_every_configuration_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = drawn(0).problem
+    plan = plan_of(problem)
+    kernels = (plan.forward, plan.query_gradient, plan.key_gradient)
+    shipped = [kernel.choice.candidates for kernel in kernels]
+    used: list[set[BlockSizes]] = [set() for _ in kernels]
+
+    def compute(call: check.CheckedCall, drawn: check.Drawn) -> list[Tensor]:
+        for configurations, kernel in zip(used, kernels, strict=True):
+            configurations.add(kernel.choice.candidates[0])
+        if plan.forward.choice.candidates[0] == shipped[0][-1]:
+            raise OutOfResources(300_000, 230_000, "shared memory")
+        return [torch.zeros(())]
+
+    monkeypatch.setattr(check, "compute", compute)
+    monkeypatch.setattr(check, "judge", lambda *_: SimpleNamespace(passes=True, describe=lambda: "errors"))
+    check._check(check.CALLS[0], drawn(0), by_all=True)
+    assert used == [set(candidates) for candidates in shipped]
+    assert [kernel.choice.candidates for kernel in kernels] == shipped
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    begun, done = ([line["call"] for line in said if ("found" in line) == is_done] for is_done in (False, True))
+    assert begun[0] == "causal"
+    assert begun[1] == "causal, forward 128x128x8x3"
+    assert set(begun) - set(done) == {"causal, forward 128x64x4x2"}
+    monkeypatch.setattr(plan.forward.choice, "candidates", shipped[0][-1:])
+    with pytest.raises(OutOfResources):
+        check._check(check.CALLS[0], drawn(0), by_all=False)
 
 
 # The program and its verdicts.
@@ -319,7 +355,9 @@ def test_auto_follows_the_check_and_a_name_does_not(is_right: bool, monkeypatch:
     assert asked == [(cuda, torch.bfloat16, 64)]
 
 
-def test_it_runs_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_runs_while_a_graph_is_traced_and_under_fake_tensors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     printing(monkeypatch, noted(tmp_path / "calls", COMPLETE))
 
     def doubled(x: Tensor) -> Tensor:
@@ -330,6 +368,9 @@ def test_it_runs_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert torch.equal(compiled(torch.ones(rows, 80)), 2 * torch.ones(rows, 80))
     assert (tmp_path / "calls").read_text() == "x"
     assert kept_check(Subject(CPU, torch.float32, 128)) is not None
+    with FakeTensorMode():
+        assert trusts_triton(CPU, torch.float32, 200)
+    assert (tmp_path / "calls").read_text() == "xx"
 
 
 # The command.
@@ -352,6 +393,8 @@ def test_info_checks_by_hand_and_shows_what_is_kept(
     assert said.count("verdict") == 3
     main(["info"])
     assert "not checked yet" not in capsys.readouterr().out
+    _run_without("without tyro", ["info", "--check"])
+    assert capsys.readouterr().out == said
 
 
 def test_where_no_gpu_is_info_says_how_to_check(

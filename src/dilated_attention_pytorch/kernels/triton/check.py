@@ -86,8 +86,6 @@ class Drawn(NamedTuple):
 def main(arguments: Sequence[str]) -> None:
     """Compute all calls on a device, in a dtype, with heads up to a width."""
     device, dtype, width = torch.device(arguments[0]), getattr(torch, arguments[1]), int(arguments[2])
-    from triton.runtime.errors import OutOfResources
-
     end_with_parent()
     # Memory that a kernel leaves unwritten is NaN then, and nothing is timed.
     torch.use_deterministic_algorithms(True)
@@ -95,17 +93,24 @@ def main(arguments: Sequence[str]) -> None:
     _say(machine=machine_of(device))
     for index, call in enumerate(CALLS):
         drawn = draw(call, device, dtype, width, seed=index)
-        for configuration in _configurations(drawn.problem, are_all=index == 0 and not is_interpreted()):
-            name = call.name + configuration
-            _say(call=name)
-            try:
-                verdict = judge(call, drawn, compute(call, drawn))
-            except OutOfResources:  # less shared memory than others of its capability: tuning passes over it, too
-                if not configuration:
-                    raise
-            else:
-                _say(call=name, found=verdict.describe(), passes=verdict.passes)
+        _check(call, drawn, by_all=index == 0 and not is_interpreted())
     _say(complete=True)
+
+
+def _check(call: CheckedCall, drawn: Drawn, *, by_all: bool) -> None:
+    """Compute a call and judge it: by the first configuration of every kernel, or by all in turn."""
+    from triton.runtime.errors import OutOfResources
+
+    for configuration in _configurations(drawn.problem, are_all=by_all):
+        name = call.name + configuration
+        _say(call=name)
+        try:
+            verdict = judge(call, drawn, compute(call, drawn))
+        except OutOfResources:  # less shared memory than others of its capability: tuning passes over it, too
+            if not configuration:
+                raise
+        else:
+            _say(call=name, found=verdict.describe(), passes=verdict.passes)
 
 
 def _say(**values: Any) -> None:
