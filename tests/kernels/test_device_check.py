@@ -335,8 +335,15 @@ def test_a_verdict_is_for_its_device_versions_and_sources(
     printing(monkeypatch, COMPLETE)
     check_again(SUBJECT)
     changed = machine_of(CPU) | {name: other}
-    monkeypatch.setattr(device_check, "machine_of", lambda device: changed)
-    assert kept_check(SUBJECT) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(device_check, "machine_of", lambda device: changed)
+        assert kept_check(SUBJECT) is None
+        printing(patch, WRONG, changed)
+        check_again(SUBJECT)
+        assert kept_check(SUBJECT) is not None
+    kept = kept_check(SUBJECT)
+    assert kept is not None
+    assert not kept.problem
 
 
 # The choice.
