@@ -72,7 +72,7 @@ def _wrong(index: int, result: Tensor) -> Tensor:
 
 
 def _raising(index: int, result: Tensor) -> Tensor:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`.")
 
 
 SPOILERS: dict[str, Spoil] = {"right": _right, "wrong": _wrong, "raising": _raising}

@@ -55,7 +55,7 @@ class Info:
         )
         _print_table("implementations of attention", ("impl", "device", "dtypes", "runs"), _implementations())
         if checks := _kept_checks():
-            _print_table('impl="auto"', ("device", "dtype", "heads up to", "is"), checks)
+            _print_table("checks of the Triton kernels", ("device", "dtype", "heads up to", "found"), checks)
         packages = sorted({(_name(word), extra) for extra, words in EXTRAS.items() for word in words})
         names = dict.fromkeys(name for name, _ in packages)
         _print_table(
@@ -117,8 +117,8 @@ def _kept_checks() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for subject in itertools.chain.from_iterable(map(subjects, _devices_of_triton())):
         kept = kept_check(subject)
-        verdict = "not checked yet: the first call checks" if kept is None else kept.verdict
-        rows.append((subject.machine["device"], subject.dtype_name, str(subject.width), verdict))
+        found = "not checked yet" if kept is None else kept.describe()
+        rows.append((subject.machine["device"], subject.dtype_name, str(subject.width), found))
     return rows
 
 
@@ -137,7 +137,7 @@ def _check() -> None:
             print(f"checking {subject.describe()}", file=sys.stderr, flush=True)
             check, checked = check_again(subject), (subject.dtype_name, str(subject.width))
             rows += [(*checked, call.name, call.found) for call in check.calls]
-            rows.append((*checked, "verdict", check.verdict))
+            rows.append((*checked, "verdict", check.describe()))
         _print_table("check of the Triton kernels", ("what", "here"), list(machine_of(device).items()))
         _print_table("calls of the check", ("dtype", "heads up to", "call", "largest errors"), rows)
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ _ENDING_SECONDS = 10.0
 """How long to wait for the end of a killed process: a driver may hold it."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FROM_OUTSIDE = ("SIGINT", "SIGTERM", "SIGKILL")
+_EXCEPTION = re.compile(r"[\w.]+: ")
 _SHOWN = 300
 """Number of characters of an error to show."""
 
@@ -91,10 +93,9 @@ class DeviceCheck(NamedTuple):
     """Whether the verdict holds for other processes: not if the check could not start, was stopped from outside, or
     failed for a reason that may pass."""
 
-    @property
-    def verdict(self) -> str:
-        """The implementation that ``impl="auto"`` takes, with the reason."""
-        return f"aten: {self.problem}" if self.problem else "triton"
+    def describe(self) -> str:
+        """What is wrong, or that nothing is."""
+        return self.problem or "right"
 
 
 def subjects(device: torch.device) -> list[Subject]:
@@ -273,8 +274,10 @@ def _end(error: str, code: int | None, *, is_late: bool) -> tuple[str, bool]:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         return f"was ended by {name}", name in _FROM_OUTSIDE
-    last = ([line.strip() for line in error.splitlines() if line.strip()] or [f"exit code {code}"])[-1]
-    return f"failed: {last[:_SHOWN]}", may_pass(last)
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or [f"exit code {code}"]
+    # Messages of PyTorch and Triton go on after their first line.
+    reason = next(filter(_EXCEPTION.match, reversed(lines)), lines[-1])
+    return f"failed: {reason[:_SHOWN]}", may_pass(reason)
 
 
 def _lines_of_json(text: str) -> list[dict[str, Any]]:

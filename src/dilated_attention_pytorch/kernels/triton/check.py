@@ -126,15 +126,8 @@ def draw(call: CheckedCall, device: torch.device, dtype: torch.dtype, width: int
     def rows(count: int, heads: int) -> Tensor:
         return torch.randn(call.batch_size, count, heads, head_dim, generator=generator).to(dtype)
 
-    query, key, value = (
-        rows(count, heads)
-        for count, heads in (
-            (call.num_queries, num_heads),
-            (call.num_keys, num_kv_heads),
-            (call.num_keys, num_kv_heads),
-        )
-    )
-    grad_out = rows(call.num_queries, num_heads)
+    query, grad_out = (rows(call.num_queries, num_heads) for _ in range(2))
+    key, value = (rows(call.num_keys, num_kv_heads) for _ in range(2))
     boundaries = None if call.boundaries is None else torch.tensor(call.boundaries, dtype=torch.int32)
     mask = None
     if call.is_padded:
