@@ -131,7 +131,7 @@ def test_what_is_wrong_in_one_result_is_found_in_every_call(index: int, spoil: C
         assert NAMES[which] in verdict.describe()
 
 
-@pytest.mark.parametrize("index", [*(pytest.param(index, marks=pytest.mark.slow) for index in range(3)), 3])
+@pytest.mark.parametrize("index", [*(pytest.param(index, marks=pytest.mark.slow) for index in range(4)), 4])
 def test_the_kernels_are_right_in_the_interpreter(index: int) -> None:
     with patched_once_per_launch():
         verdict = check.judge(check.CALLS[index], drawn(index), check.compute(check.CALLS[index], drawn(index)))

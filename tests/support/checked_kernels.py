@@ -36,6 +36,8 @@ def dense(problem: Problem, pattern: Pattern) -> tuple[list[Tensor], Tensor, Ten
         cu_seqlens=problem.cu_seqlens,
         key_padding_mask=problem.key_padding_mask,
         keep_probability=None,
+        distance_bias=problem.distance_bias,
+        key_bias=problem.key_bias,
     )
     return operands, out, lse
 
@@ -50,7 +52,13 @@ def stand_ins(spoil: Spoil) -> Iterator[None]:
         return spoil(0, out.detach().to(problem.query.dtype)), lse.detach()
 
     def backward(
-        problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+        problem: Problem,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        *,
+        needs_distance_bias: bool,
     ) -> launch.Gradients:
         operands, exact, _ = dense(problem, patterns[problem.groups, problem.rules])
         grads = torch.autograd.grad(exact, operands, grad_out.double())

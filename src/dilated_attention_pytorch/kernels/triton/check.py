@@ -46,6 +46,8 @@ class CheckedCall(NamedTuple):
     is_padded: bool = False
     is_narrow: bool = False
     """Whether rows of a head fill three quarters of their block."""
+    has_biases: bool = False
+    """Whether biases by distance and of keys add to the scores."""
     num_splits: int = 1
     """More than one: the forward alone, with the keys divided among so many programs."""
 
@@ -66,12 +68,14 @@ CALLS = (
         is_narrow=True,
     ),
     CheckedCall("documents", DilatedPattern([64, 128], [1, 2]), 263, 263, (3, 1), True, boundaries=(0, 97, 98, 263)),
+    CheckedCall("biases", DilatedPattern([70, 200], [1, 2]), 199, 199, (2, 1), True, has_biases=True),
     CheckedCall(
         "decoding", DilatedPattern([512, 4096], [1, 2]), 1, 1001, (8, 2), True, query_offset=1000, num_splits=3
     ),
 )
-"""Together: causal and not, several groups, a window, grouped heads, padding, packed documents, odd lengths, offsets,
-heads narrower than their blocks, split keys. The first is computed by every configuration that the kernels have."""
+"""Together: causal and not, several groups, a window, grouped heads, padding, packed documents, odd lengths,
+offsets, heads narrower than their blocks, biases of the scores, split keys. The first is computed by every
+configuration that the kernels have."""
 
 
 class Drawn(NamedTuple):
@@ -133,6 +137,11 @@ def draw(call: CheckedCall, device: torch.device, dtype: torch.dtype, width: int
     if call.is_padded:
         mask = torch.rand(call.batch_size, call.num_keys, generator=generator) < 0.2
         mask[0, -50:] = True
+    biases: dict[str, Any] = {}
+    if call.has_biases:
+        distances = call.num_queries + call.num_keys - 1
+        shapes = {"distance_bias": (num_heads, distances), "key_bias": (call.batch_size, call.num_keys, num_kv_heads)}
+        biases = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     scale = 1 / math.sqrt(head_dim)
     q, k, v, g = (x.double() for x in (query, key, value, grad_out))
     probabilities, _, _ = reference_probabilities(
@@ -145,6 +154,7 @@ def draw(call: CheckedCall, device: torch.device, dtype: torch.dtype, width: int
         key_offset=call.key_offset,
         cu_seqlens=boundaries,
         key_padding_mask=mask,
+        **{name: bias.double() for name, bias in biases.items()},
     )
     q, k, v, g = (x.repeat_interleave(num_heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v, g))
     exact = exact_results(probabilities, q, k, v, scale, g if call.num_splits == 1 else None)
@@ -160,6 +170,7 @@ def draw(call: CheckedCall, device: torch.device, dtype: torch.dtype, width: int
         None if boundaries is None else boundaries.to(device),
         None if mask is None else mask.to(device),
         rules=call.pattern.rules,
+        **{name: bias.to(device) for name, bias in biases.items()},
     )
     return Drawn(problem, _surrounded(grad_out, device), exact)
 
@@ -192,7 +203,7 @@ def compute(call: CheckedCall, drawn: Drawn) -> list[Tensor]:
     out, lse = launch.forward(drawn.problem, call.num_splits)
     if call.num_splits > 1:
         return [out]
-    return [out, *launch.backward(drawn.problem, out, lse, drawn.grad_out, None)[:3]]
+    return [out, *launch.backward(drawn.problem, out, lse, drawn.grad_out, None, needs_distance_bias=False)[:3]]
 
 
 def judge(call: CheckedCall, drawn: Drawn, results: list[Tensor]) -> Verdict:
