@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant("slides/store.py", "and before.versions == source.versions", "", EMBEDDING),
     Mutant("benchmarks/exactness.py", " + counts[seen].log()", "", "tests/benchmarks/test_exactness.py"),
     Mutant(
-        "kernels/exactness.py",
+        "kernels/rounding.py",
         " - (grad_out * out.value).sum(-1, keepdim=True)",
         "",
         "tests/benchmarks/test_exactness.py",

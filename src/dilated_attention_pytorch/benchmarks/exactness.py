@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels.exactness import NAMES, Exact, Tally, Verdict, allowed_errors, exact_results
+from dilated_attention_pytorch.kernels.rounding import NAMES, Exact, Tally, Verdict, allowed_errors, exact_results
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
 from .shapes import Case, Computes

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.device_check import machine_of
-from dilated_attention_pytorch.kernels.exactness import NAMES, Exact, Tally, Verdict, allowed_errors, exact_results
 from dilated_attention_pytorch.kernels.reference import reference_probabilities
+from dilated_attention_pytorch.kernels.rounding import NAMES, Exact, Tally, Verdict, allowed_errors, exact_results
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.parent import end_with_parent
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, local_window
