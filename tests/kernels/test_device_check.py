@@ -200,6 +200,7 @@ def test_right_kernels_are_trusted_by_one_check_of_the_machine(
         ("wrong", r"call 'causal': grad_key is off by \d\.\de-02 of its size \(rounding explains [\d.]+e-03\)"),
         ("raising", "call 'causal' failed: RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
+    ids=["wrong", "raising"],
 )
 def test_kernels_that_are_wrong_or_raise_are_kept_and_warned_of(
     kernels: str, problem: str, monkeypatch: pytest.MonkeyPatch
