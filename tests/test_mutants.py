@@ -112,6 +112,16 @@ MUTANTS = (
     Mutant("slides/store.py", "and before.versions == source.versions", "", EMBEDDING),
     Mutant("benchmarks/exactness.py", " + counts[seen].log()", "", "tests/benchmarks/test_exactness.py"),
     Mutant(
+        "kernels/rounding.py",
+        " - (grad_out * out.value).sum(-1, keepdim=True)",
+        "",
+        "tests/benchmarks/test_exactness.py",
+    ),
+    Mutant(
+        "kernels/device_check.py", "if machines != [machine]", "if not machines", "tests/kernels/test_device_check.py"
+    ),
+    Mutant("kernels/device_check.py", "name in _FROM_OUTSIDE", "False", "tests/kernels/test_device_check.py"),
+    Mutant(
         "../../benchmarks/measured_code.py",
         "return any(found is None",
         "return all(found is None",

@@ -27,7 +27,8 @@ ALLOWED = {
         name: {*ORDER[:index], "installation", "folders", "legacy", "precision", "tracing"}
         for index, name in enumerate(ORDER)
     },
-    "kernels/measured_choice": {"folders", "output"},
+    "kernels/once_per_machine": {"folders", "output"},
+    "kernels/triton/check": {"parent", "patterns", "tracing"},
     "selection": {
         "patterns",
         "plan",

@@ -181,6 +181,7 @@ def test_auto_takes_our_own_kernels_where_they_can_run(monkeypatch: pytest.Monke
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.select.trusts_triton", lambda *subject: True)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert select("auto", cuda, torch.bfloat16, 64) == "triton"
     assert select("auto", cuda, torch.float64, 64) == "aten"

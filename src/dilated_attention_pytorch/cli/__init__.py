@@ -42,10 +42,10 @@ def _run_without(problem: str, words: Sequence[str]) -> None:
     """Run without the packages that parse command lines: commands without options, or a message on what to install."""
     from dilated_attention_pytorch.errors import RunError
 
-    if words == ["info"]:
+    if words in (["info"], ["info", "--check"]):
         from .info import Info
 
-        Info().run_command()
+        Info(check="--check" in words).run_command()
         return
     if words == ["build"]:
         from .build import Build

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.installation import EXTRAS, NAME, install_command
+
+if TYPE_CHECKING:
+    import torch
 
 _NARROWEST = 24
 
@@ -17,8 +23,15 @@ _NARROWEST = 24
 class Info:
     """Show versions, devices, and which attention implementations can run here and why the others cannot."""
 
+    check: bool = False
+    """Check the Triton kernels on every GPU against the definition instead, whatever earlier checks found, and print
+    a record for a report. It takes some minutes; under TRITON_INTERPRET=1 it runs on the CPU."""
+
     def run_command(self) -> None:
         """Print the tables. Needs only torch, so that it runs where other packages are missing."""
+        if self.check:
+            _check()
+            return
         import torch
 
         from dilated_attention_pytorch.machine import devices, package_version, processor
@@ -41,6 +54,8 @@ class Info:
             ],
         )
         _print_table("implementations of attention", ("impl", "device", "dtypes", "runs"), _implementations())
+        if checks := _kept_checks():
+            _print_table("checks of the Triton kernels", ("device", "dtype", "heads up to", "found"), checks)
         packages = sorted({(_name(word), extra) for extra, words in EXTRAS.items() for word in words})
         names = dict.fromkeys(name for name, _ in packages)
         _print_table(
@@ -80,6 +95,51 @@ def _implementations() -> list[tuple[str, ...]]:
         if "cuda" not in kinds:
             rows.append((impl, "cuda", "", "no: PyTorch finds no CUDA device here"))
     return rows
+
+
+def _devices_of_triton() -> list[torch.device]:
+    """A GPU of each kind that the Triton kernels run on; the CPU in Triton's interpreter."""
+    import torch
+
+    from dilated_attention_pytorch.kernels.device_check import machine_of
+    from dilated_attention_pytorch.kernels.select import is_interpreted, refusal
+
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if is_interpreted():
+        devices = [torch.device("cpu")]
+    usable = [device for device in devices if refusal("triton", device, torch.float32, 64) is None]
+    return list({str(machine_of(device)): device for device in reversed(usable)}.values())
+
+
+def _kept_checks() -> list[tuple[str, ...]]:
+    from dilated_attention_pytorch.kernels.device_check import kept_check, subjects
+
+    rows: list[tuple[str, ...]] = []
+    for subject in itertools.chain.from_iterable(map(subjects, _devices_of_triton())):
+        kept = kept_check(subject)
+        found = "not checked yet" if kept is None else kept.describe()
+        rows.append((subject.machine["device"], subject.dtype_name, str(subject.width), found))
+    return rows
+
+
+def _check() -> None:
+    from dilated_attention_pytorch.kernels.device_check import check_again, machine_of, subjects
+
+    devices = _devices_of_triton()
+    if not devices:
+        print(
+            "no GPU that the Triton kernels run on was found (`dilated-attention info` has the reasons); with "
+            "TRITON_INTERPRET=1 the kernels are checked on the CPU"
+        )
+    for device in devices:
+        rows: list[tuple[str, ...]] = []
+        for subject in subjects(device):
+            print(f"checking {subject.describe()}", file=sys.stderr, flush=True)
+            check, checked = check_again(subject), (subject.dtype_name, str(subject.width))
+            rows += [(*checked, call.name, call.found) for call in check.calls]
+            rows.append((*checked, "verdict", check.describe()))
+        _print_table("check of the Triton kernels", ("what", "here"), list(machine_of(device).items()))
+        _print_table("calls of the check", ("dtype", "heads up to", "call", "largest errors"), rows)
 
 
 def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -404,9 +404,14 @@ def _run(commands: list[list[str]], failure: Path) -> None:
             first = next((line.strip() for line in lines if "error" in line), lines[0] if lines else "no output")
             words = f"{commands[0][0]} could not compile the native kernels (status {process.returncode}): {first}"
             words = "\n    ".join([words, *lines[-_SHOWN:]])
-            if process.returncode > 0 and not any(cause in text.lower() for cause in _PASSING):
+            if process.returncode > 0 and not may_pass(text):
                 failure.write_text(words)
             raise BuildError(words)
+
+
+def may_pass(text: str) -> bool:
+    """Whether an error's text names a cause, such as a full disk, that another attempt may not meet."""
+    return any(cause in text.lower() for cause in _PASSING)
 
 
 def processor_features() -> str:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.folders import cache_folder
-from dilated_attention_pytorch.output import write_text
-
 from .compilation import processor_features
+from .once_per_machine import file_of, once_per_machine
 
 Routine = Callable[[], tuple[Tensor, ...]]
 
@@ -30,7 +23,6 @@ _ADVANTAGE = 1.25
 """A routine replaces the usual one if it is faster by this factor: measurements on a shared machine vary."""
 _WAITING_SECONDS = 60.0
 """How long to wait for another process that is measuring."""
-_ONE_AT_A_TIME = threading.Lock()
 
 
 class MeasuredChoice(NamedTuple):
@@ -62,51 +54,18 @@ def measured_choice(
         tolerance: largest difference that counts as agreement, relative to the largest number of a result.
         threads: number of threads of this process.
     """
-    file = _file_of(subject, threads)
-    with _ONE_AT_A_TIME:
-        if (kept := _read(file, routines)) is not None:
-            return kept
-        with _locked(file):
-            if (kept := _read(file, routines)) is not None:
-                return kept
-            choice = _measure(routines, operations, tolerance)
-            if file is not None:
-                with contextlib.suppress(OSError):  # a folder that cannot be written, a full disk
-                    write_text(file, json.dumps(choice._asdict()))
-            return choice
+    return once_per_machine(
+        file_of(f"choice-{subject}", torch.__version__, processor_features(), str(threads)),
+        lambda: _measure(routines, operations, tolerance),
+        decode=lambda kept: _decode(kept, routines),
+        encode=MeasuredChoice._asdict,
+        waiting_seconds=_WAITING_SECONDS,
+    )
 
 
-def _file_of(subject: str, threads: int) -> Path | None:
-    """The file of a choice; None without a home folder."""
-    identity = hashlib.blake2b(f"{torch.__version__}\0{processor_features()}\0{threads}".encode(), digest_size=12)
-    with contextlib.suppress(RuntimeError):
-        return cache_folder() / f"choice-{subject}-{identity.hexdigest()}.json"
-    return None
-
-
-def _read(file: Path | None, routines: Mapping[str, Routine]) -> MeasuredChoice | None:
-    """A kept choice among ``routines``; None if there is none, or it is damaged."""
-    if file is None:
-        return None
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        choice = MeasuredChoice(kept["name"], {name: float(kept["rates"][name]) for name in routines})
-        return choice if choice.name in routines and all(map(math.isfinite, choice.rates.values())) else None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-@contextlib.contextmanager
-def _locked(file: Path | None) -> Iterator[None]:
-    """Mutual exclusion between processes, where the folder allows it; the system releases a dead process's lock."""
-    from filelock import FileLock  # PyTorch depends on it
-
-    with contextlib.ExitStack() as held:
-        if file is not None:
-            with contextlib.suppress(OSError, NotImplementedError):  # NotImplementedError: a file system without locks
-                file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-                held.enter_context(FileLock(file.with_suffix(".lock"), timeout=_WAITING_SECONDS))
-        yield
+def _decode(kept: Any, routines: Mapping[str, Routine]) -> MeasuredChoice | None:
+    choice = MeasuredChoice(kept["name"], {name: float(kept["rates"][name]) for name in routines})
+    return choice if choice.name in routines and all(map(math.isfinite, choice.rates.values())) else None
 
 
 def _measure(routines: Mapping[str, Routine], operations: float, tolerance: float) -> MeasuredChoice:

@@ -15,6 +15,7 @@ from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from . import compilation
+from .device_check import trusts_triton
 from .triton.target import AMD, target_of
 
 Impl = Literal["auto", "triton", "native", "aten", "reference"]
@@ -156,7 +157,8 @@ def _triton_refusal_of_device(device: torch.device) -> str | None:
 def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> Impl:
     # On AMD GPUs the kernels were compiled but never run: there they are selected by name only.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    if is_nvidia and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None:
+    can_run = is_nvidia and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None
+    if can_run and (is_interpreted() or trusts_triton(device, dtype, head_dim)):  # the interpreter compiles nothing
         return "triton"
     if _native_mismatch(device, dtype, head_dim) is None and compilation.can_load():
         return "native"
@@ -183,7 +185,8 @@ def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *
     """The name of the implementation for a call.
 
     ``"auto"`` is what :func:`implementation` says. Without it, it is ``"triton"`` on an NVIDIA GPU and ``"native"`` on
-    a CPU where these can run, else ``"aten"``. The first call on such a CPU compiles the native kernels if necessary.
+    a CPU where these can run, else ``"aten"``. The first call on such a CPU compiles the native kernels if necessary;
+    the first on such a GPU checks the Triton kernels there (:mod:`.device_check`), and ``"aten"`` replaces wrong ones.
 
     Raises:
         ValueError: ``impl`` is not a known name.

@@ -119,7 +119,8 @@ def _chosen(impl: Impl, query: Tensor, value: Tensor, block_size: int) -> str:
     asked = default_of(impl)
     if asked not in _IMPLS:
         raise ValueError(f"impl of listed blocks must be one of {', '.join(map(repr, _IMPLS))}, got {asked!r}")
-    if asked == "aten" or (asked == "auto" and block_size < _LEAST_NATIVE_BLOCK):
+    # Without asking for the Triton kernels, which do not compute listed blocks.
+    if asked == "aten" or (asked == "auto" and (block_size < _LEAST_NATIVE_BLOCK or query.is_cuda)):
         return "aten"
     chosen = select(asked, query.device, query.dtype, max(query.shape[-1], value.shape[-1]))
     return chosen if chosen == "native" else "aten"

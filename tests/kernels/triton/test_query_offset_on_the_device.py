@@ -165,11 +165,12 @@ def test_one_captured_graph_decodes_a_text() -> None:
     position = torch.tensor(0, device=DEVICE)
     keys, values = torch.full_like(key, math.nan), torch.full_like(value, math.nan)
     row = [torch.empty_like(key[:, :1]) for _ in range(2)]
+    at: dict[str, Any] = {"is_causal": True, "scale": 0.25, "query_offset": position, "impl": "triton"}
 
     def step() -> Tensor:
         keys.index_copy_(1, position[None], row[0])
         values.index_copy_(1, position[None], row[1])
-        return attend(query, keys, values, PATTERNS["groups"], is_causal=True, scale=0.25, query_offset=position)
+        return attend(query, keys, values, PATTERNS["groups"], **at)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -185,7 +186,6 @@ def test_one_captured_graph_decodes_a_text() -> None:
             held.copy_(whole[:, start : start + 1])
         graph.replay()
         assert torch.equal(captured, step())
-        at = {"is_causal": True, "scale": 0.25, "query_offset": position}
         lse = attend_with_lse(query, keys, values, PATTERNS["groups"], **at).lse
         check((captured, lse), query, key, value, PATTERNS["groups"], start)
 

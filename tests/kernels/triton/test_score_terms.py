@@ -167,7 +167,9 @@ def test_a_step_of_decoding_has_the_biases_of_its_position(splits: int, monkeypa
             for got, want in zip(found, expected, strict=True):
                 torch.testing.assert_close(got, want[:, position : position + 1], rtol=1e-5, atol=1e-5)
     with pytest.raises(NotImplementedError, match="pass query_offset as an integer"):
-        attend_with_lse(*(x.detach() for x in step), PATTERN, is_causal=True, scores=scores, query_offset=at)
+        attend_with_lse(
+            *(x.detach() for x in step), PATTERN, is_causal=True, scores=scores, query_offset=at, impl="aten"
+        )
 
 
 def test_a_launch_that_was_timed_before_adds_nothing_to_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
