@@ -40,6 +40,12 @@ _MOST_TERMS = 32_766
 """Terms that a product of Metal sums correctly on every chip."""
 
 
+@functools.cache
+def _guards() -> ctypes.Array[ctypes.c_void_p]:
+    """PyTorch's guards by type of device, None for those that it was built without."""
+    return (ctypes.c_void_p * (max(_TYPES.values()) + 1)).in_dll(ctypes.CDLL("libc10.so"), _GUARDS)
+
+
 class OnDevice(Tensor):
     """A tensor of a :class:`StandIn`."""
 
@@ -79,12 +85,18 @@ class StandIn(TorchDispatchMode):
         """Names of the operations that were computed."""
         self.operands: tuple[Any, ...] = ()
         """The arguments of the last call of this package's operator ``attend``."""
+        self._replaced: list[int | None] = []
 
     def __enter__(self) -> Self:
         """Set up what an operation asks for before it is dispatched: a guard of the device that does nothing."""
-        guards = (ctypes.c_void_p * (max(_TYPES.values()) + 1)).in_dll(ctypes.CDLL("libc10.so"), _GUARDS)
-        guards[_TYPES[self.kind]] = guards[_TYPES[self.kind]] or guards[_TYPES["cpu"]]
+        guards = _guards()
+        self._replaced.append(guards[_TYPES[self.kind]])
+        guards[_TYPES[self.kind]] = guards[_TYPES["cpu"]]
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _guards()[_TYPES[self.kind]] = self._replaced.pop()
 
     def holding(self, numbers: Tensor) -> OnDevice:
         """A tensor of this device with a copy of the numbers, in the same strides."""

@@ -1,6 +1,9 @@
 """PyTorch's fused kernels with log-sum-exp output for one partial, on strided views.
 
 Views are ``[problems, problems, rows, D]`` with a contiguous last dimension; any stride elsewhere, 0 included.
+
+``torch.nn.attention.varlen`` is not used: packed documents have the rows of a residue at one distance only where the
+rate is 1, and the Triton kernels compute all of them in one launch.
 """
 
 from __future__ import annotations
