@@ -122,7 +122,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def test_drawn_calls_equal_the_oracle(name: str, dtype: torch.dtype, device: StandIn) -> None:
     activate_flash_attention_impl(name)
 
-    @examples(12, is_shrunk=False)
+    @examples(8, is_shrunk=False)
     @given(calls(with_padding=False, sizes=SMALL))
     def check(call: DrawnCall) -> None:
         ragged = (replace(one, tail="ragged") if isinstance(one, Groups) else one for one in call.summands)

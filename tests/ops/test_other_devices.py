@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch import DilatedPattern, attend_with_lse, local_window
+from dilated_attention_pytorch.integrations.xpos import XPos, attend_with_xpos
 from dilated_attention_pytorch.kernels.select import select
 from dilated_attention_pytorch.models.rotary import rotary
 from dilated_attention_pytorch.ops import Scores, attend_blocks
@@ -47,7 +48,7 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drawn_calls_and_their_gradients_equal_the_oracle(kind: str, dtype: torch.dtype, drawn: Any) -> None:
     device = StandIn(kind)
 
-    @examples(15, is_shrunk=False)
+    @examples(10, is_shrunk=False)
     @given(drawn)
     def check(call: DrawnCall) -> None:
         ragged = (replace(one, tail="ragged") if isinstance(one, Groups) else one for one in call.summands)
@@ -66,7 +67,7 @@ def test_drawn_calls_and_their_gradients_equal_the_oracle(kind: str, dtype: torc
 def test_terms_of_the_scores_equal_the_oracle_and_their_gradients_those_on_the_cpu(kind: str) -> None:
     device = StandIn(kind)
 
-    @examples(15, is_shrunk=False)
+    @examples(10, is_shrunk=False)
     @given(scored(calls(sizes=SMALL)))
     def check(call: ScoredCall) -> None:
         call.call.scale = 0.7
@@ -143,6 +144,18 @@ def test_rotary_angles_are_computed_in_float64_on_the_cpu(kind: str) -> None:
         found = rotary(device.holding(positions), 8, 10_000.0, torch.float32)
     assert found.cos.device.type == kind
     torch.testing.assert_close(on_cpu(found), rotary(positions, 8, 10_000.0, torch.float32), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [70, 500])
+def test_xpos_equals_that_on_the_cpu(kind: str, num_rows: int) -> None:
+    device, xpos = StandIn(kind), XPos(8, scale_base=8.0)
+    assert (num_rows > xpos.num_rows_within(torch.float32)) == (num_rows == 500)
+    inputs = list(torch.randn(3, 1, num_rows, 2, 8))
+    pattern = DilatedPattern([16, 64], [1, 4])
+    with device:
+        found = attend_with_xpos(*placed(device, inputs), pattern, xpos, is_causal=True)
+    torch.testing.assert_close(on_cpu(found), attend_with_xpos(*inputs, pattern, xpos, is_causal=True))
 
 
 def test_auto_is_aten_on_gpus_that_nobody_tried(monkeypatch: pytest.MonkeyPatch) -> None:
