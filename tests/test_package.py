@@ -42,7 +42,7 @@ ALLOWED = {
         "output",
     },
     "nn": {*ORDER, "legacy", "precision", "selection", "tracing"},
-    "models": {*ORDER, "nn", "parallel", "installation", "legacy", "tracing"},
+    "models": {*ORDER, "nn", "parallel", "installation", "legacy", "precision", "tracing"},
     "slides": {
         *ORDER,
         "errors",

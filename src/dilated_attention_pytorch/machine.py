@@ -52,7 +52,7 @@ def require(purpose: str, packages: Sequence[str], extra: str) -> None:
 
 
 def choose_device(device: str) -> str:
-    """The device type, "cpu" or "cuda"; "auto" takes a CUDA device if there is one.
+    """The device type, "cpu" or "cuda"; "auto" takes a CUDA device if there is one, else the CPU, also on a Mac.
 
     Raises:
         RunError: the requested device is not available.
@@ -93,6 +93,12 @@ def processor() -> str:
             # Virtual machines shorten the name; the family number still identifies the generation.
             return f"{names[0]} (family {families[0]})" if families else names[0]
     return platform.processor() or platform.machine()
+
+
+def kinds_of_devices() -> list[str]:
+    """Types of the devices that PyTorch finds here: "cpu", and "cuda", "mps" or "xpu" for GPUs."""
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.mps.is_available(), "xpu": torch.xpu.is_available()}
+    return ["cpu", *(kind for kind, is_there in found.items() if is_there)]
 
 
 def devices() -> list[str]:

@@ -19,6 +19,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def float64_device(device: torch.device) -> torch.device:
+    """A device that computes in float64 for ``device``: the CPU for GPUs of Apple and Intel, which may have none."""
+    return device if device.type in ("cpu", "cuda", "meta") else torch.device("cpu")
+
+
 @constant_of_graph
 def _has_autocast(device_type: str) -> bool:
     # Constant per process. A function because torch.compile of PyTorch 2.11 cannot trace the call.

@@ -13,10 +13,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.installation import EXTRAS
 from dilated_attention_pytorch.kernels.select import IMPLS
+from dilated_attention_pytorch.machine import choose_device
 from dilated_attention_pytorch.training import evaluation
 from support.processes import fork
 from training.runs import stop_after, write_texts
@@ -172,6 +174,14 @@ def test_info_names_every_implementation_and_every_extra(capsys: pytest.CaptureF
     assert all(impl in said for impl in IMPLS if impl != "auto")
     assert "torch" in said.lower()
     assert "transformers" in said
+
+
+def test_info_lists_the_gpu_of_a_mac(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    main(["info"])
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["aten", "mps", "float16,", "bfloat16,", "float32", "yes"] in said
+    assert choose_device("auto") == "cpu"
 
 
 def test_info_lists_the_extras_of_the_package() -> None:

@@ -16,7 +16,7 @@ from dilated_attention_pytorch import DilatedPattern, attend, attend_with_lse, f
 from dilated_attention_pytorch.kernels.select import Impl, refusal
 from dilated_attention_pytorch.ops import tiles
 from support.drawn import SWEEP, DrawnCall, block_calls, calls, examples
-from support.error_budget import budget
+from support.error_budget import parts_of_budget
 from support.oracle import Groups, Rule, dense_attention
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
@@ -156,19 +156,9 @@ def test_low_precision_stays_within_the_error_budget(
         assert lse.dtype == torch.float32
         got = results(out, lse, inputs, grad_out, None)
         _, *want = oracle(call, inputs, grad_out, None)
-        q, k, v = (x.detach().double() for x in inputs)
-        k, v = (x.repeat_interleave(call.ratio, 2) for x in (k, v))
-        counts = call.counts()[0].repeat_interleave(call.ratio, 1).double()
-        scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
-        bounds = budget(q, k, v, grad_out.double(), counts, scale, dtype)
-        for name, x, y, bound in zip(NAMES, got, want, bounds, strict=True):
-            if name in ("grad_key", "grad_value"):
-                bound = bound.unflatten(2, (-1, call.ratio)).sum(3)
-            # What lies below the smallest normal number of the dtype is lost whatever the algorithm.
-            floor = torch.finfo(dtype).tiny * 64
-            assert ((x.double() - y).abs() <= bound + floor).all(), name
-            if x.numel():
-                used[name] = max(used[name], ((x.double() - y).abs() / (bound + floor)).max().item())
+        for name, part in parts_of_budget(call, inputs, grad_out, got, want).items():
+            assert part <= 1, (name, part)
+            used[name] = max(used[name], part)
 
     check()
     figure(

@@ -162,7 +162,7 @@ def test_every_refusal_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert refusal("aten", cpu, torch.bfloat16, 64) is None
     assert refusal("reference", torch.device("xpu"), torch.float32, 64) is None
-    assert "not for 'mps'" in str(refusal("aten", torch.device("mps"), torch.float32, 64))
+    assert "Apple's GPUs have no float64: use float32" in str(refusal("aten", torch.device("mps"), torch.float64, 64))
     assert "not torch.int8" in str(refusal("reference", cpu, torch.int8, 64))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "for NVIDIA and AMD GPUs, not for 'cpu' tensors" in str(refusal("triton", cpu, torch.bfloat16, 64))

@@ -10,10 +10,14 @@ Scores far apart have the probabilities 1 and 0 however they are rounded: that i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from support.drawn import DrawnCall
 
 
 class Budget(NamedTuple):
@@ -100,3 +104,28 @@ def budget_with_scores(
     out_error, grad_q_error, grad_k_error, grad_v_error = (over_heads(x) for x in errors)
     of_lse = lse_error.squeeze(-1).transpose(1, 2)
     return Budget(out_error, of_lse, grad_q_error, grad_k_error, grad_v_error), of_score
+
+
+def parts_of_budget(
+    call: DrawnCall, inputs: Sequence[Tensor], grad_out: Tensor, got: Sequence[Tensor], want: Sequence[Tensor]
+) -> dict[str, float]:
+    """The largest part that each result of a drawn call uses of its bound, by name; more than 1 is too much.
+
+    ``inputs`` are query, key and value in the dtype of the call; ``got`` and ``want`` are out, lse with -inf as 0, and
+    the gradients.
+    """
+    dtype = inputs[0].dtype
+    q, k, v = (x.detach().double() for x in inputs)
+    k, v = (x.repeat_interleave(call.ratio, 2) for x in (k, v))
+    counts = call.counts()[0].repeat_interleave(call.ratio, 1).double()
+    scale = 1 / math.sqrt(call.head_dim) if call.scale is None else call.scale
+    bounds = budget(q, k, v, grad_out.double(), counts, scale, dtype)
+    used = {}
+    for name, x, y, bound in zip(Budget._fields, got, want, bounds, strict=True):
+        if name in ("grad_key", "grad_value"):
+            bound = bound.unflatten(2, (-1, call.ratio)).sum(3)
+        # What lies below the smallest normal number of the dtype is lost whatever the algorithm.
+        floor = torch.finfo(dtype).tiny * 64
+        parts = (x.double() - y).abs() / (bound + floor)
+        used[name] = parts.nan_to_num(nan=math.inf).max().item() if x.numel() else 0.0
+    return used

@@ -81,8 +81,9 @@ def _implementations() -> list[tuple[str, ...]]:
     import torch
 
     from dilated_attention_pytorch.kernels.select import IMPLS, refusal
+    from dilated_attention_pytorch.machine import kinds_of_devices
 
-    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    kinds = kinds_of_devices()
     names = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
     rows: list[tuple[str, ...]] = []
     for impl in (name for name in IMPLS if name != "auto"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.patterns import DilatedPattern
-from dilated_attention_pytorch.precision import cast_by_autocast, without_autocast
+from dilated_attention_pytorch.precision import cast_by_autocast, float64_device, without_autocast
 
 _THETA = 10_000
 _SHARE = 0.4
@@ -50,16 +50,16 @@ class XPos:
 
         Args:
             x: ``[B, N, H, D]``.
-            positions: int64 ``[N]``.
+            positions: int64 ``[N]``, on a device with float64.
             distances: float64 ``[N]``.
         """
         half = self.head_dim // 2
         # Angles are rounded to float32, as they were when the weights were trained.
-        frequency = 1.0 / (_THETA ** (torch.arange(half, dtype=torch.float32, device=x.device) / half))
+        frequency = 1.0 / (_THETA ** (torch.arange(half, dtype=torch.float32, device=positions.device) / half))
         angle = (positions.float()[:, None] * frequency).double()
-        factor = self.decays(x.device).double() ** (distances / self.scale_base)[:, None]
+        factor = self.decays(positions.device).double() ** (distances / self.scale_base)[:, None]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = ((part * factor).to(dtype)[:, None] for part in (angle.cos(), angle.sin()))
+        cos, sin = ((part * factor).to(dtype).to(x.device)[:, None] for part in (angle.cos(), angle.sin()))
         even, odd = x.to(dtype).unflatten(-1, (half, 2)).unbind(-1)
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
 
@@ -118,9 +118,10 @@ def attend_with_xpos(
             q, k, v = (x[:, start:stop] for x in (query, key, value))
             outs.append(_causal_rows(q, k, v, pattern, xpos, query_offset, rows, dropout_p))
         return torch.cat(outs, dim=1)
-    starts = torch.tensor(ends[:-1], device=query.device)
-    lengths = torch.tensor(ends[1:], device=query.device) - starts
-    positions = torch.arange(ends[-1], device=query.device) - starts.repeat_interleave(lengths)
+    device = float64_device(query.device)
+    starts = torch.tensor(ends[:-1], device=device)
+    lengths = torch.tensor(ends[1:], device=device) - starts
+    positions = torch.arange(ends[-1], device=device) - starts.repeat_interleave(lengths)
     distances = positions.double() - lengths.repeat_interleave(lengths) / 2
     return attend(
         xpos.turned(query, positions, distances),
@@ -153,7 +154,7 @@ def _causal_rows(
         first = query_offset + start
         last = first + part.shape[1]
         seen = min(first // length * length for length in pattern.segment_lengths)
-        positions = torch.arange(seen, last, device=query.device)
+        positions = torch.arange(seen, last, device=float64_device(query.device))
         distances = positions.double() - (first + last) / 2
         of_query = slice(first - seen, None)
         outs.append(

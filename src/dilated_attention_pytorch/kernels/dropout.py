@@ -11,6 +11,12 @@ from dilated_attention_pytorch.patterns.mixing import shifted_right, splitmix64
 _MURMUR = (-2048144789, -1028477387)
 
 
+def drawn_seed(device: torch.device) -> Tensor:
+    """A seed drawn from PyTorch's random state of the device, an int64 scalar."""
+    # On Metal, PyTorch draws integers of 32 bits only, whatever the bounds.
+    return torch.randint(2**31 - 1 if device.type == "mps" else 2**62, (), device=device)
+
+
 def keep_factors(
     seed: Tensor,
     batch: Tensor,

@@ -1,6 +1,9 @@
 """PyTorch's fused kernels with log-sum-exp output for one partial, on strided views.
 
 Views are ``[problems, problems, rows, D]`` with a contiguous last dimension; any stride elsewhere, 0 included.
+
+``torch.nn.attention.varlen`` is not used: packed documents have the rows of a residue at one distance only where the
+rate is 1, and the Triton kernels compute all of them in one launch.
 """
 
 from __future__ import annotations
@@ -9,10 +12,18 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+
+_GENERATIONS = {"FA3": (9,), "FA4": (9, 10)}
+"""Major compute capabilities for which PyTorch calls an implementation that replaces its flash kernels."""
 
 
 def is_fused(query: Tensor, *, has_bias: bool) -> bool:
-    """Whether a fused PyTorch kernel supports these operands; matrix products support all."""
+    """Whether a fused PyTorch kernel supports these operands; matrix products support all.
+
+    Raises:
+        NotImplementedError: the kernel was replaced by one that does not run on this device.
+    """
     if query.device.type == "cpu":
         return True
     head_dim = query.shape[-1]
@@ -20,7 +31,18 @@ def is_fused(query: Tensor, *, has_bias: bool) -> bool:
         return False
     if query.dtype in (torch.float16, torch.bfloat16):
         # The flash kernels need compute capability 8.0; bfloat16 has no other kernel.
-        return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        major, minor = torch.cuda.get_device_capability(query.device)
+        if major < 8 or head_dim % 8 != 0 or head_dim > 256:
+            return False
+        active = current_flash_attention_impl()
+        if active is not None and major not in _GENERATIONS.get(active, (major,)):
+            able = " and ".join(f"{one}.x" for one in _GENERATIONS[active])
+            raise NotImplementedError(
+                f'impl="aten" calls PyTorch\'s flash kernel, which activate_flash_attention_impl("{active}") replaced '
+                f"by one for GPUs of compute capability {able}, and this GPU has {major}.{minor}: call "
+                "torch.nn.attention.restore_flash_attention_impl()"
+            )
+        return True
     return query.dtype == torch.float32 and head_dim % 4 == 0
 
 
@@ -51,6 +73,7 @@ def forward(
             query, key, value, None, True, 0.0, is_causal, scale=scale
         )
         return out, lse[..., : query.shape[2]]  # the kernel pads the number of rows
+    query, key, value = _for_flash(query, key, value)
     results = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
     return results[0], results[1]
 
@@ -100,6 +123,7 @@ def backward(
             scale=scale,
         )
         return grads[0], grads[1], grads[2]
+    grad_out, query, key, value, out = _for_flash(grad_out, query, key, value, out)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad_out,
         query,
@@ -133,6 +157,19 @@ def _of_one_width(*tensors: Tensor) -> Iterator[Tensor]:
     """The tensors, padded by zeros to the largest width: the kernels take values as wide as keys only."""
     width = max(tensor.shape[-1] for tensor in tensors)
     return (torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors)
+
+
+def _for_flash(*tensors: Tensor) -> Iterator[Tensor]:
+    """The tensors, as views where PyTorch's own kernel computes.
+
+    One that replaces it gets copies of views with a stride of 0: FlashAttention-4 took a kernel that was compiled for
+    other strides (pull request 2745 of Dao-AILab/flash-attention).
+    """
+    is_replaced = current_flash_attention_impl() is not None
+    return (
+        tensor.clone(memory_format=torch.contiguous_format) if is_replaced and 0 in tensor.stride() else tensor
+        for tensor in tensors
+    )
 
 
 def _computable_on_cpu(tensor: Tensor) -> Tensor:

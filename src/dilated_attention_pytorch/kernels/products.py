@@ -67,6 +67,10 @@ _MOST_SCORES = 1 << 21
 """Scores held at a time on all cores with dropout, whose 64-bit random numbers are larger than the scores."""
 _SCORES_ELSEWHERE = 1 << 22
 """Scores held at a time on other devices, which need more work per operation."""
+_TAKING_VIEWS = ("cpu", "cuda", "meta")
+"""Devices whose products read and write views, whatever the strides and the number of terms."""
+_MOST_TERMS = 1 << 14
+"""Terms of a sum of products on other devices."""
 
 
 class Result(NamedTuple):
@@ -123,7 +127,7 @@ def forward(
             block.of_queries(rest).copy_(total.log2().squeeze(-1))
         if keep_factors is not None:
             scores *= keep_factors(block)
-        torch.div(torch.bmm(scores, block.of_keys(value)), total, out=block.of_queries(out))
+        block.of_queries(out).copy_(_product(scores, block.of_keys(value)).div_(total))
     return Result(out, lse, rest)
 
 
@@ -163,16 +167,16 @@ def weighted_sum(
         for left, right, of_key in casts:
             factor = None
             if left is not None and right is not None:
-                factor = torch.bmm(block.of_queries(left), block.of_keys(right).mT)
+                factor = _product(block.of_queries(left), block.of_keys(right).mT)
             if of_key is not None:
                 along = block.of_keys(of_key).unsqueeze(1)
                 factor = along if factor is None else factor.add_(along)
             if factor is not None:
                 weights *= factor
         if of_keys:
-            block.of_keys(total).baddbmm_(weights.mT, block.of_queries(values))
+            _add_product(block.of_keys(total), weights.mT, block.of_queries(values))
         else:
-            block.of_queries(total).copy_(torch.bmm(weights, block.of_keys(values)))
+            block.of_queries(total).copy_(_product(weights, block.of_keys(values)))
     return total
 
 
@@ -208,13 +212,13 @@ def backward(
         rows, grad = block.of_queries(query).to(dtype), block.of_queries(grad_out).to(dtype)
         probabilities = _scores(query, key, bias, terms, block, is_causal=is_causal, scale=scale)
         _probabilities(probabilities, block, lse, rest)
-        grad_scores = torch.bmm(grad, block.of_keys(value).mT)
+        grad_scores = _product(grad, block.of_keys(value).mT)
         dropped = probabilities
         if keep_factors is not None:
             kept = keep_factors(block)
             grad_scores *= kept
             dropped = probabilities * kept
-        block.of_keys(grad_value).baddbmm_(dropped.mT, grad)
+        _add_product(block.of_keys(grad_value), dropped.mT, grad)
         grad_scores.sub_(block.of_queries(delta).unsqueeze(-1)).mul_(probabilities)
         if grad_bias is not None:
             block.of_keys(grad_bias).add_(grad_scores.sum(1))
@@ -223,8 +227,8 @@ def backward(
                 terms.add_gradient(block, grad_scores)
             if terms.softcap:
                 grad_scores *= _capped(query, key, block, terms.softcap, scale).square_().neg_().add_(1.0)
-        block.of_keys(grad_key).baddbmm_(grad_scores.mT, rows, alpha=scale)
-        block.of_queries(grad_query).baddbmm_(grad_scores, block.of_keys(key), alpha=scale)
+        _add_product(block.of_keys(grad_key), grad_scores.mT, rows, scale)
+        _add_product(block.of_queries(grad_query), grad_scores, block.of_keys(key), scale)
     return grad_query, grad_key, grad_value, grad_bias
 
 
@@ -251,6 +255,35 @@ def _evenly(number: int, most: int) -> int:
     return max(1, -(-number // max(1, -(-number // most))))
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, ``[problems, rows, columns]``.
+
+    PyTorch's products for Metal (up to 2.13 at least) are wrong for operands with a stride of 0 (issue 180201 of
+    pytorch/pytorch) and, on some chips, for sums of 32,767 and more terms (195163). Devices that are not known to be
+    free of this multiply copies, and sum the products of parts.
+    """
+    if left.device.type in _TAKING_VIEWS:
+        return torch.bmm(left, right)
+    total, *others = (
+        torch.bmm(columns.contiguous(), rows.contiguous())
+        for columns, rows in zip(left.split(_MOST_TERMS, 2), right.split(_MOST_TERMS, 1), strict=True)
+    )
+    for part in others:
+        total += part
+    return total
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale * left @ right`` to a view.
+
+    On Metal, PyTorch does not write products into views under macOS 14 (issue 104832, pull request 193385).
+    """
+    if total.device.type in _TAKING_VIEWS:
+        total.baddbmm_(left, right, alpha=scale)
+    else:
+        total.add_(_product(left, right), alpha=scale)
+
+
 def _capped(query: Tensor, key: Tensor, block: ScoreBlock, softcap: float, scale: float) -> Tensor:
     """``tanh(scale q . k / softcap)`` of a block, ``[problems, rows, keys]``."""
     return _products(query, key, block, scale).div_(softcap).tanh_()
@@ -258,6 +291,8 @@ def _capped(query: Tensor, key: Tensor, block: ScoreBlock, softcap: float, scale
 
 def _products(query: Tensor, key: Tensor, block: ScoreBlock, scale: float) -> Tensor:
     rows, keys = block.of_queries(query).to(key.dtype), block.of_keys(key)
+    if key.device.type not in _TAKING_VIEWS:  # on Metal, the factor 0 of `beta` does not hide a NaN (issue 187521)
+        return _product(rows, keys.mT).mul_(scale)
     scores = torch.empty(*rows.shape[:2], keys.shape[1], dtype=key.dtype, device=key.device)
     torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale, out=scores)
     return scores

@@ -87,6 +87,8 @@ def refusal(
     """
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return f"attention is computed in float16, bfloat16, float32 or float64, not {dtype}"
+    if dtype == torch.float64 and device.type == "mps":
+        return "Apple's GPUs have no float64: use float32, or tensors on the CPU"
     if impl == "reference":
         return None
     if impl == "triton":
@@ -96,11 +98,6 @@ def refusal(
     if impl == "native":
         mismatch = _native_mismatch(device, dtype, head_dim)
         return compilation.refusal() if mismatch is None and not compilation.was_loaded() else mismatch
-    if device.type not in ("cpu", "cuda", "meta"):  # meta tensors have shapes alone
-        return (
-            f"PyTorch's kernels that return the log-sum-exp exist for cpu and cuda devices, not for {device.type!r}; "
-            'impl="reference" runs on any device, in memory that grows with N * M'
-        )
     return None
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.kernels.dropout import drawn_seed
 from dilated_attention_pytorch.kernels.select import Impl, implementation_of
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
@@ -69,7 +69,7 @@ def attend_with_lse(
     for watch in WATCHERS:
         watch(call)
     if dropout_p > 0.0:
-        call = call._replace(dropout_seed=torch.randint(2**62, (), device=query.device))
+        call = call._replace(dropout_seed=drawn_seed(query.device))
     out, lse = attend_checked(call)
     return AttentionOutput(out.transpose(1, 2), lse.transpose(1, 2)) if heads_first else AttentionOutput(out, lse)
 
@@ -142,8 +142,8 @@ def attend(
             False, means ``[B, N, H, D]``, but is refused where more than 64 heads, each with its own key/value head,
             come with fewer rows than heads; one row, the first token of a text, is computed.
         impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"native"`` (this package's
-            kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels, CPU and CUDA) or ``"reference"`` (dense, any
-            device). All agree up to rounding.
+            kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels on CPUs and CUDA devices, its matrix products
+            elsewhere) or ``"reference"`` (dense, any device). All agree up to rounding.
             ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``;
             :func:`~dilated_attention_pytorch.ops.implementation` changes that for all calls of a context.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.kernels.dropout import drawn_seed
 from dilated_attention_pytorch.kernels.select import Impl, default_of, select
 from dilated_attention_pytorch.precision import cast_by_autocast
 
@@ -108,7 +108,7 @@ def attend_blocks(
         watch(call)
     query, key, value = cast_by_autocast(query, key, value)
     chosen = IMPLEMENTATIONS[_chosen(impl, query, value, block_size)]
-    seed = torch.randint(2**62, (), device=query.device) if dropout_p > 0.0 else None
+    seed = drawn_seed(query.device) if dropout_p > 0.0 else None
     query, scale = with_positive_scale(query, scale)
     call = call._replace(query=query, key=key, value=value, dropout_seed=seed, scale=scale, impl=chosen)
     out, lse = finished(*chosen.attend(call._replace(sinks=None, shift=None)), call.sinks, call.shift, is_own=True)

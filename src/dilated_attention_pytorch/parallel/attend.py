@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.estimate.parallel import Strategy
+from dilated_attention_pytorch.kernels.dropout import drawn_seed
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.ops import AttentionOutput
 from dilated_attention_pytorch.ops.attend import attend_checked
@@ -203,7 +204,7 @@ def _attend(
         call = call._replace(query=query, key=key, value=value)
         agreed = agree(ranks, call, scores, sharding, is_lse_wanted=is_lse_wanted)
     if call.dropout_p > 0.0:
-        call = call._replace(dropout_seed=torch.randint(2**62, (), device=query.device))
+        call = call._replace(dropout_seed=drawn_seed(query.device))
     if ranks.heads is None and agreed.strategy != "heads":
         return _by_rows(ranks, agreed, call, scores, layout)
     # Each rank gets all rows of some heads: of the whole sequence, or of its row group's part.
