@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-_GENERATIONS = {"FA3": (9,), "FA4": (9, 10)}
+_CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
 """Major compute capabilities for which PyTorch calls an implementation that replaces its flash kernels."""
 
 
@@ -35,8 +35,8 @@ def is_fused(query: Tensor, *, has_bias: bool) -> bool:
         if major < 8 or head_dim % 8 != 0 or head_dim > 256:
             return False
         active = current_flash_attention_impl()
-        if active is not None and major not in _GENERATIONS.get(active, (major,)):
-            able = " and ".join(f"{one}.x" for one in _GENERATIONS[active])
+        if active is not None and major not in _CAPABILITIES.get(active, (major,)):
+            able = " and ".join(f"{one}.x" for one in _CAPABILITIES[active])
             raise NotImplementedError(
                 f'impl="aten" calls PyTorch\'s flash kernel, which activate_flash_attention_impl("{active}") replaced '
                 f"by one for GPUs of compute capability {able}, and this GPU has {major}.{minor}: call "
