@@ -31,3 +31,15 @@ def triton_version() -> tuple[int, int]:
 
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+@functools.cache
+def ptxas_version(target: str) -> tuple[int, int]:
+    """Major and minor version of the assembler by which Triton compiles for an NVIDIA GPU, e.g. (13, 4).
+
+    Triton brings two. ``TRITON_PTXAS_PATH`` and ``TRITON_PTXAS_BLACKWELL_PATH`` name others.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    major, minor = get_ptxas(int(target.removeprefix("sm_"))).version.split(".")
+    return int(major), int(minor)
