@@ -1,18 +1,16 @@
 """Compile the Triton kernels for a GPU that need not be there, and print what each uses as JSON.
 
     TRITON_INTERPRET=0 python -m support.compiled sm_90
-    TRITON_INTERPRET=0 python -m support.compiled sm_90 --every-candidate
 
-Calls are planned on meta tensors: every kernel is compiled with the constants of its launch, by default for its first
-block sizes only.
+Calls are planned on meta tensors: every kernel is compiled with the constants of its launch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +31,7 @@ from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.query_gradients import query_gradient_kernel
 from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
-
-from .machine_code import disassembled, violations
-from .products import forms
+from support.hazards import faults
 
 TYPES = {
     **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
@@ -103,30 +99,18 @@ def calls(*, is_short: bool) -> Iterator[tuple[str, Problem]]:
     yield "every option", Problem(q, k, k[..., :24], BOTH.groups, False, 0.1, **options)
 
 
-def calls_of_every_table() -> Iterator[tuple[str, Problem]]:
-    """Calls of 2 bytes an element whose block sizes, or loops over blocks, differ."""
-    for head_dim in (64, 128, 256):
-        q = rows(8192, 4, head_dim)
-        for is_causal in (False, True):
-            yield f"D = {head_dim}, causal: {is_causal}", Problem(q, q, q, PATTERN.groups, is_causal, 0.1)
-        window = local_window(255).rules
-        yield f"window, D = {head_dim}", Problem(q, q, q, PATTERN.groups, True, 0.1, rules=window)
-        yield f"terms, D = {head_dim}", Problem(q, q, q, PATTERN.groups, True, 0.1, **terms_of(q, q))
-
-
-def launches(problem: Problem, *, every_candidate: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The kernels of a call with the keywords of their launches, for the first candidate of each or for all."""
+def launches(problem: Problem) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The kernels of a call with the keywords of their launches, for the first candidate of each."""
     plan, is_decoding = plan_of(problem), isinstance(problem.query_offset, Tensor)
     parts = [(plan.forward, forward_kernel)]
     if not is_decoding:
         parts += [(plan.query_gradient, query_gradient_kernel)]
         parts += [(plan.key_gradient, key_gradient_kernel)]
     for part, kernel in parts:
+        walk = part.walk(part.choice.candidates[0], part.num_splits if is_decoding else 1)
         yield order_kernel, part.order.keywords
-        for block_sizes in part.choice.candidates if every_candidate else part.choice.candidates[:1]:
-            walk = part.walk(block_sizes, part.num_splits if is_decoding else 1)
-            yield runs_kernel, walk.planning.keywords
-            yield kernel, walk.computing.keywords
+        yield runs_kernel, walk.planning.keywords
+        yield kernel, walk.computing.keywords
     yield merge_splits_kernel, {"WIDTH": plan.kind.widths[1], "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -198,21 +182,11 @@ def stack_bytes(code: Any) -> int:
     return int(re.findall(r"\bSTACK:(\d+)", done.stdout)[-1])
 
 
-def faults(code: Any, target: str) -> list[str]:
-    """Sentences on what versions of compilers are known to do to a kernel as compiled."""
-    found = forms(code.asm["ttir"])
-    if target == "sm_90":
-        found += forms(code.asm["ttgir"])
-        found += violations(disassembled(code.asm["cubin"]), code.metadata.num_warps)
-    return found
-
-
-def main(target: str, *, every_candidate: bool) -> None:
+def main(target: str) -> None:
     problems.target_of = lambda device: target
     figures = []
-    named = calls_of_every_table() if every_candidate else calls(is_short=target == "sm_90")  # which every run compiles
-    for name, problem in named:
-        for kernel, keywords in launches(problem, every_candidate=every_candidate):
+    for name, problem in calls(is_short=target == "sm_90"):  # what every run of the tests compiles for
+        for kernel, keywords in launches(problem):
             code = compiled(kernel, keywords, problem, target)
             text = code.asm["amdgcn" if target.startswith("gfx") else "ptx"]
             figures.append(
@@ -229,8 +203,4 @@ def main(target: str, *, every_candidate: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("target")
-    parser.add_argument("--every-candidate", action="store_true")
-    arguments = parser.parse_args()
-    main(arguments.target, every_candidate=arguments.every_candidate)
+    main(sys.argv[1])

@@ -20,7 +20,8 @@ from support.machine_code import violations
 TESTS = Path(__file__).parents[2]
 
 
-def _printed(*program: str) -> Any:
+def _printed(*program: str) -> list[Any]:
+    """The lines of JSON that a program prints."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", *program],
         cwd=TESTS,
@@ -30,7 +31,7 @@ def _printed(*program: str) -> Any:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 LOOP = """
@@ -102,8 +103,8 @@ def test_shared_memory_is_written_after_a_barrier_of_all_warpgroups() -> None:
 
 @pytest.fixture(scope="module")
 def miscompiled() -> dict[str, Any]:
-    found: dict[str, Any] = _printed("support.miscompiled")
-    return found
+    (found,) = _printed("support.miscompiled")
+    return dict(found)
 
 
 @pytest.mark.parametrize(
@@ -131,5 +132,6 @@ def test_an_assembler_before_13_3_writes_operands_of_pending_products(miscompile
 
 @pytest.mark.slow
 def test_no_candidate_for_hopper_has_such_a_form() -> None:
-    for one in _printed("support.compiled", "sm_90", "--every-candidate"):
-        assert one["faults"] == [], one
+    for figures in _printed("support.every_candidate", "sm_90"):
+        for one in figures:
+            assert one["faults"] == [], one
