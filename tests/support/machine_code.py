@@ -21,7 +21,8 @@ _WRITE_NO_REGISTER = {"BAR", "BRA", "CALL", "DSETP", "EXIT", "FCHK", "FSETP", "H
 _WRITE_NO_REGISTER |= {"R2P", "RET", "WARPSYNC"}
 _SHARED_STORES = {"LDGSTS", "STS", "STSM"}
 _REGISTERS_OF_A = 4
-_LARGEST_WAIT = 8
+_MOST_GROUPS = 8
+"""Groups that are told apart, the oldest ones together: a wait leaves 7 pending at most."""
 
 
 class Instruction(NamedTuple):
@@ -36,7 +37,7 @@ class Instruction(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """The products that may be pending at an instruction, as (register, address of the product) where A is there."""
+    """The products that may be pending at an instruction: registers of their operands A, with their addresses."""
 
     issued: frozenset[tuple[int, str]] = frozenset()
     """Of the group that is not yet committed."""
@@ -45,7 +46,8 @@ class Pending(NamedTuple):
     finished: frozenset[str] = frozenset()
     """Addresses of products for which this warpgroup has waited, since when there was no barrier."""
 
-    def __or__(self, other: Pending) -> Pending:  # type: ignore[override]
+    def joined(self, other: Pending) -> Pending:
+        """What may be pending where two paths meet."""
         longer, shorter = sorted((self.groups, other.groups), key=len, reverse=True)
         groups = [group | (shorter[age] if age < len(shorter) else frozenset()) for age, group in enumerate(longer)]
         return Pending(self.issued | other.issued, tuple(groups), self.finished | other.finished)
@@ -54,24 +56,23 @@ class Pending(NamedTuple):
         """What is pending after an instruction."""
         name, operands = instruction.name, instruction.operands
         if instruction.opcode == "HGMMA":
-            a = _REGISTER.fullmatch(operands[1])
-            first = int(a[1]) if a else None
-            registers = range(first, first + _REGISTERS_OF_A) if first is not None else (-1,)
+            a = _REGISTER.fullmatch(operands[1])  # -1 stands for an operand in shared memory
+            registers = range(int(a[1]), int(a[1]) + _REGISTERS_OF_A) if a else range(-1, 0)
             issued = self.issued | {(register, instruction.address) for register in registers}
             if not operands[-1].startswith("gsb"):
                 return self._replace(issued=issued)
             groups = (issued, *self.groups)
-            if len(groups) > _LARGEST_WAIT:
+            if len(groups) > _MOST_GROUPS:
                 groups = (
-                    *groups[: _LARGEST_WAIT - 1],
-                    frozenset[tuple[int, str]]().union(*groups[_LARGEST_WAIT - 1 :]),
+                    *groups[: _MOST_GROUPS - 1],
+                    frozenset[tuple[int, str]]().union(*groups[_MOST_GROUPS - 1 :]),
                 )
             return self._replace(issued=frozenset(), groups=groups)
         if name.startswith("WARPGROUP.DEPBAR"):
             left = int(operands[1], 16)
             done = {address for group in self.groups[left:] for _, address in group}
             return self._replace(groups=self.groups[:left], finished=self.finished | done)
-        if name.startswith("BAR."):
+        if name.startswith(("BAR.SYNC", "BAR.RED")):
             return self._replace(finished=frozenset())
         return self
 
@@ -88,7 +89,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def violations(text: str, num_warps: int) -> list[str]:
-    """A sentence for every register and every piece of shared memory that a pending product may still read."""
+    """A sentence for every write to a register or to shared memory that a pending product may still read."""
     instructions, labels = _parsed(text)
     pending = {0: Pending()}
     queue = [0]
@@ -96,7 +97,7 @@ def violations(text: str, num_warps: int) -> list[str]:
         at = queue.pop()
         after = pending[at].after(instructions[at])
         for following in _following(at, instructions, labels):
-            joined = pending[following] | after if following in pending else after
+            joined = pending[following].joined(after) if following in pending else after
             if joined != pending.get(following):
                 pending[following] = joined
                 queue.append(following)
