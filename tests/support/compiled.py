@@ -31,6 +31,7 @@ from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
 from dilated_attention_pytorch.kernels.triton.query_gradients import query_gradient_kernel
 from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
+from support.hazards import faults
 
 TYPES = {
     **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
@@ -195,6 +196,7 @@ def main(target: str) -> None:
                     "shared_bytes": code.metadata.shared,
                     "stack_bytes": None if target.startswith("gfx") else stack_bytes(code),
                     "is_on_tensor_cores": re.search(r"wgmma|mma\.sync|tcgen05\.mma|v_mfma", text) is not None,
+                    "faults": faults(code, target),
                 }
             )
     print(json.dumps(figures))

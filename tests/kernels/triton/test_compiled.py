@@ -47,6 +47,7 @@ def test_every_kernel_compiles_and_fits_the_device(target: str) -> None:
     assert {one["kernel"] for one in figures} == {*COMPUTING, "order_kernel", "runs_kernel", "merge_splits_kernel"}
     for one in figures:
         assert one["shared_bytes"] <= SHARED_KIB[target] * 1024, one
+        assert one["faults"] == [], one
         # Products of float32 numbers are exact, on other cores.
         assert one["is_on_tensor_cores"] == (one["kernel"] in COMPUTING and "float32" not in one["call"]), one
         if one["call"] != "every option" and target in ("sm_80", "sm_90"):

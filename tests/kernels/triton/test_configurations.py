@@ -48,3 +48,13 @@ def test_a_device_is_named_as_its_compiler_names_it(monkeypatch: pytest.MonkeyPa
     properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert target_of(cuda) == "gfx942"
+
+
+@pytest.mark.parametrize("target", ["sm_100", "sm_103"])
+def test_narrow_heads_have_more_than_one_warpgroup_on_blackwell_before_triton_3_7(target: str) -> None:
+    for kernel in ("forward", "query_gradient", "key_gradient"):
+        for width, biased in itertools.product((16, 32), (False, True)):
+            found = candidates(kernel, width, 2, target, False, biased, (3, 6))
+            assert found
+            assert {one.num_warps for one in found} == {8}
+    assert {one.num_warps for one in candidates("forward", 32, 2, target, False, False, (3, 7))} == {4, 8}

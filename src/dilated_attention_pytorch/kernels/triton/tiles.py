@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -48,6 +48,15 @@ class Width(NamedTuple):
 
     D: int
     BLOCK_D: int
+
+
+def constant(width: Width) -> Any:
+    """A width as a field of :class:`ComputingOptions`.
+
+    Triton 3.6 compiles no call of a function with a tuple from another tuple unless it is marked as constant. The
+    interpreter takes it as it is.
+    """
+    return width if INTERPRETED.value else tl.constexpr(width)
 
 
 class ComputingOptions(NamedTuple):
