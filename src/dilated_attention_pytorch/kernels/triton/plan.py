@@ -187,6 +187,7 @@ class KernelPlan:
             BANDED=kind.is_banded,
             PADDED=kind.is_padded,
             DROPOUT=kind.dropout_p > 0.0,
+            TERMS=kind.has_terms,
             SOFTCAP=kind.softcap > 0.0,
             DISTANCE_BIAS=kind.has_distance_bias,
             COORDINATES=kind.has_coordinates,

@@ -40,17 +40,18 @@ def query_rows(ORDER, tile, num_queries, OPTIONS: tl.constexpr):
 @triton.jit
 def queries_of(OPERANDS, ORDER, tile, slabs, OPTIONS: tl.constexpr):
     """The :class:`QueryTile` of a tile."""
+    KEY_WIDTH: tl.constexpr = OPTIONS.KEY_WIDTH
     row = query_rows(ORDER, tile, slabs.num_queries, OPTIONS)
     slot = tl.arange(0, OPTIONS.BLOCK_ROWS) // OPTIONS.PACK
     of_pack = tl.arange(0, OPTIONS.BLOCK_ROWS) % OPTIONS.PACK
     head = tile.kv_head * OPTIONS.RATIO + tile.head_block * OPTIONS.PACK + of_pack
-    query = load_rows(OPERANDS.QUERY, tile, row, head, row >= 0, OPTIONS.KEY_WIDTH)
+    query = load_rows(OPERANDS.QUERY, tile, row, head, row >= 0, KEY_WIDTH)
     position = row + slabs.query_offset
     dropout = dropout_of(OPERANDS.DROPOUT, OPTIONS.DROPOUT)
     states, terms = position, position
     if OPTIONS.DROPOUT:
         states = query_state(head_state(dropout.seed, tile.batch, head.to(tl.int64)), position.to(tl.int64))
-    if OPERANDS.TERMS is not None:
+    if OPTIONS.TERMS:
         terms = terms_of_queries(OPERANDS.TERMS, tile, head, row, slabs, OPTIONS)
     return QueryTile(slot, row, head, position, query, dropout, states, terms)
 
@@ -60,7 +61,7 @@ def scores_of(queries, key, key_row, is_key, MASKED: tl.constexpr, OPTIONS: tl.c
     """The scores of a block of keys before the factor ``scale_log2``, and the hyperbolic tangents of a cap."""
     score = product(queries.query, tl.trans(key))
     share = score
-    if OPTIONS.SOFTCAP or OPTIONS.DISTANCE_BIAS or OPTIONS.KEY_BIAS:
+    if OPTIONS.TERMS:
         score, share = scaled(score, queries.terms, OPTIONS)
         score = biased(score, queries.terms, key_row, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
     return score, share

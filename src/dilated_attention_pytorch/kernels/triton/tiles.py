@@ -76,6 +76,8 @@ class ComputingOptions(NamedTuple):
     """Whether distances are bounded differently from the causal mask."""
     PADDED: bool
     DROPOUT: bool
+    TERMS: bool
+    """Whether scores are more than scaled products."""
     SOFTCAP: bool
     DISTANCE_BIAS: bool
     COORDINATES: bool
