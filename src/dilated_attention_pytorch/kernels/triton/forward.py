@@ -66,20 +66,18 @@ def _attend_blocks(
     OPTIONS: tl.constexpr,
 ):
     """Attend to the blocks ``[from_block, to_block)`` of a run of keys."""
-    KEY_WIDTH: tl.constexpr = OPTIONS.KEY_WIDTH
-    VALUE_WIDTH: tl.constexpr = OPTIONS.VALUE_WIDTH
     first, rate, count = run.first, run.rate, run.count
     line = tl.arange(0, OPTIONS.BLOCK_RUN)
     first_row = first - keys.offset
-    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS.BLOCK_RUN, KEY_WIDTH)
-    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS.BLOCK_RUN, VALUE_WIDTH)
+    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.KEY_WIDTH)
+    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.VALUE_WIDTH)
     for block in range(from_block, to_block):
         index = block * OPTIONS.BLOCK_RUN + line
         is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
-        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, KEY_WIDTH)
+        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.KEY_WIDTH)
         score, _ = scores_of(queries, key, first_row + index * rate, is_key, MASKED, OPTIONS)
         score = visible(score, float("-inf"), block * OPTIONS.BLOCK_RUN, line, is_key, seen, MASKED, OPTIONS)
-        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, VALUE_WIDTH)
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH)
         maximum, total, decay, probability = probabilities_of(score, maximum, total, seen.is_active, scale_log2)
         if OPTIONS.DROPOUT:
             key_states = key_state(queries.dropout.seed, (first + index * rate).to(tl.int64))
@@ -115,8 +113,7 @@ def forward_kernel(
     ``query_offset`` is the position of the first query, or a pointer to it. ``OPERANDS`` are :class:`.Operands`,
     ``TILES`` :class:`.TileRuns`, ``OPTIONS`` :class:`.ComputingOptions`.
     """
-    VALUE_WIDTH: tl.constexpr = OPTIONS.VALUE_WIDTH
-    BLOCK_D: tl.constexpr = VALUE_WIDTH.BLOCK_D
+    BLOCK_D: tl.constexpr = OPTIONS.VALUE_WIDTH.BLOCK_D
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     first_query = first_position(query_offset, key_offset + num_keys - num_queries)
@@ -180,7 +177,7 @@ def forward_kernel(
     out_lines = out_lines * (num_kv_heads * OPTIONS.RATIO) + queries.head
     has_key = total != 0.0  # true for NaN: NaN or infinite inputs give NaN
     out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
-    store_lines(OUT, out_lines * VALUE_WIDTH.D, row >= 0, out, VALUE_WIDTH)
+    store_lines(OUT, out_lines * OPTIONS.VALUE_WIDTH.D, row >= 0, out, OPTIONS.VALUE_WIDTH)
     lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
     tl.store(LSE + out_lines, lse, mask=row >= 0)
 

@@ -81,13 +81,11 @@ def _key_blocks(
     Blocks from ``clear_from`` to ``clear_to`` see every key of the tile. This is a branch in one loop, where the other
     kernels have two loops: with two accumulators, no registers are left for the values that a second loop keeps alive.
     """
-    KEY_WIDTH: tl.constexpr = OPTIONS.KEY_WIDTH
-    VALUE_WIDTH: tl.constexpr = OPTIONS.VALUE_WIDTH
     first, rate, count = run.first, run.rate, run.count
     line = tl.arange(0, OPTIONS.BLOCK_RUN)
     first_row, wide_rate = first - queries.offset, rate.to(tl.int64)
-    query_pointers, query_step = rows_of_run(queries.QUERY, first_row, rate, OPTIONS.BLOCK_RUN, KEY_WIDTH)
-    grad_pointers, grad_step = rows_of_run(queries.GRAD_OUT, first_row, rate, OPTIONS.BLOCK_RUN, VALUE_WIDTH)
+    query_pointers, query_step = rows_of_run(queries.QUERY, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.KEY_WIDTH)
+    grad_pointers, grad_step = rows_of_run(queries.GRAD_OUT, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.VALUE_WIDTH)
     line_pointers = first_row.to(tl.int64) * queries.num_heads + line * wide_rate * queries.num_heads
     line_step = queries.num_heads * wide_rate * OPTIONS.BLOCK_RUN
     clear_from = (run.extra + OPTIONS.BLOCK_RUN - 1) // OPTIONS.BLOCK_RUN
@@ -95,8 +93,8 @@ def _key_blocks(
     for block in range(run.edge // OPTIONS.BLOCK_RUN, (count + OPTIONS.BLOCK_RUN - 1) // OPTIONS.BLOCK_RUN):
         index = block * OPTIONS.BLOCK_RUN + line
         is_query = index < count
-        query = load_block(query_pointers + block * query_step, is_query, True, KEY_WIDTH)
-        grad_out = load_block(grad_pointers + block * grad_step, is_query, True, VALUE_WIDTH)
+        query = load_block(query_pointers + block * query_step, is_query, True, OPTIONS.KEY_WIDTH)
+        grad_out = load_block(grad_pointers + block * grad_step, is_query, True, OPTIONS.VALUE_WIDTH)
         lse = tl.load(queries.LSE + line_pointers + block * line_step, mask=is_query, other=float("-inf")) * LOG2_E
         delta = tl.load(queries.DELTA + line_pointers + block * line_step, mask=is_query, other=0.0)
         score = product(keys.key, tl.trans(query))
@@ -155,8 +153,6 @@ def key_gradient_kernel(
 
     Arguments are those of :func:`.query_gradient_kernel`, with ``GRAD_KEY_BIAS[B, M, G]`` or None.
     """
-    KEY_WIDTH: tl.constexpr = OPTIONS.KEY_WIDTH
-    VALUE_WIDTH: tl.constexpr = OPTIONS.VALUE_WIDTH
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     scale, scale_log2 = scales
     slabs = Slabs(batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset)
@@ -169,8 +165,8 @@ def key_gradient_kernel(
     is_key = is_row
     if OPTIONS.PADDED:
         is_key = is_row & (tl.load(OPERANDS.PADDING + lines, mask=is_row, other=1) == 0)
-    key = load_rows(OPERANDS.KEY, tile, row, tile.kv_head, is_key, KEY_WIDTH)
-    value = load_rows(OPERANDS.VALUE, tile, row, tile.kv_head, is_key, VALUE_WIDTH)
+    key = load_rows(OPERANDS.KEY, tile, row, tile.kv_head, is_key, OPTIONS.KEY_WIDTH)
+    value = load_rows(OPERANDS.VALUE, tile, row, tile.kv_head, is_key, OPTIONS.VALUE_WIDTH)
     position = row + key_offset
     dropout = dropout_of(OPERANDS.DROPOUT, OPTIONS.DROPOUT)
     states, terms, grad_key_bias = position, position, 0
@@ -181,8 +177,8 @@ def key_gradient_kernel(
     if GRAD_KEY_BIAS is not None:
         grad_key_bias = tl.zeros([BLOCK_ROWS], tl.float32)
     keys = KeyTile(position, key, value, dropout, states, terms)
-    grad_key = tl.full([BLOCK_ROWS, KEY_WIDTH.BLOCK_D], 0.0, tl.float32)
-    grad_value = tl.full([BLOCK_ROWS, VALUE_WIDTH.BLOCK_D], 0.0, tl.float32)
+    grad_key = tl.full([BLOCK_ROWS, OPTIONS.KEY_WIDTH.BLOCK_D], 0.0, tl.float32)
+    grad_value = tl.full([BLOCK_ROWS, OPTIONS.VALUE_WIDTH.BLOCK_D], 0.0, tl.float32)
     num_heads = num_kv_heads * OPTIONS.RATIO
     line, num_runs = lines_of(TILES, tile, num_keys, layout, OPTIONS)
     for _ in range(num_runs):
@@ -217,8 +213,8 @@ def key_gradient_kernel(
     lines = lines * num_kv_heads + tile.kv_head
     # Padded keys were walked over like the others: their gradients are dropped here.
     grad_key = tl.where(is_key[:, None], grad_key * scale, 0.0)
-    store_lines(GRAD_KEY, lines * KEY_WIDTH.D, is_row, grad_key, KEY_WIDTH)
+    store_lines(GRAD_KEY, lines * OPTIONS.KEY_WIDTH.D, is_row, grad_key, OPTIONS.KEY_WIDTH)
     grad_value = tl.where(is_key[:, None], grad_value, 0.0)
-    store_lines(GRAD_VALUE, lines * VALUE_WIDTH.D, is_row, grad_value, VALUE_WIDTH)
+    store_lines(GRAD_VALUE, lines * OPTIONS.VALUE_WIDTH.D, is_row, grad_value, OPTIONS.VALUE_WIDTH)
     if GRAD_KEY_BIAS is not None:
         tl.store(GRAD_KEY_BIAS + lines, tl.where(is_key, grad_key_bias, 0.0), mask=is_row)

@@ -22,7 +22,7 @@ from .runs import PlanningOptions, line_of, mask_bits
 from .sides import Side, layout_of, side_of
 from .table import group_table
 from .target import triton_version
-from .tiles import ComputingOptions
+from .tiles import ComputingOptions, constant
 from .tuning import TimedChoice, choice_of
 
 # Keys are split to get up to this number of tiles per multiprocessor.
@@ -176,8 +176,8 @@ class KernelPlan:
         options = ComputingOptions(
             RATIO=kind.ratio,
             PACK=self.pack,
-            KEY_WIDTH=kind.widths[0],
-            VALUE_WIDTH=kind.widths[1],
+            KEY_WIDTH=constant(kind.widths[0]),
+            VALUE_WIDTH=constant(kind.widths[1]),
             BLOCK_ROWS=chosen.block_rows,
             BLOCK_RUN=chosen.block_run,
             LINE=line,

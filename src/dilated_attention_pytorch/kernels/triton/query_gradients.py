@@ -63,21 +63,19 @@ def _query_blocks(
 
     With coordinates, ``grad_bias [rows]`` are the rows' parts of the gradient of the bias by distance.
     """
-    KEY_WIDTH: tl.constexpr = OPTIONS.KEY_WIDTH
-    VALUE_WIDTH: tl.constexpr = OPTIONS.VALUE_WIDTH
     first, rate, count = run.first, run.rate, run.count
     line = tl.arange(0, OPTIONS.BLOCK_RUN)
     first_row = first - keys.offset
-    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS.BLOCK_RUN, KEY_WIDTH)
-    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS.BLOCK_RUN, VALUE_WIDTH)
+    key_pointers, key_step = rows_of_run(keys.KEY, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.KEY_WIDTH)
+    value_pointers, value_step = rows_of_run(keys.VALUE, first_row, rate, OPTIONS.BLOCK_RUN, OPTIONS.VALUE_WIDTH)
     # A row that takes no part here, like one that saw no key at all, has probability exp(-inf).
     reference = tl.where(seen.is_active, outputs.lse, float("inf"))[:, None]
     for block in range(from_block, to_block):
         index = block * OPTIONS.BLOCK_RUN + line
         key_row = first_row + index * rate
         is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
-        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, KEY_WIDTH)
-        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, VALUE_WIDTH)
+        key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.KEY_WIDTH)
+        value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH)
         score, share = scores_of(queries, key, key_row, is_key, MASKED, OPTIONS)
         probability = tl.exp2(score * scale_log2 - reference)
         probability = visible(probability, 0.0, block * OPTIONS.BLOCK_RUN, line, is_key, seen, MASKED, OPTIONS)
@@ -127,8 +125,6 @@ def query_gradient_kernel(
     ``OUTPUTS`` are :class:`.CallOutputs`; ``GRAD_LSE`` and ``GRAD_DISTANCE_BIAS`` may be None; for other arguments see
     :func:`.forward_kernel`.
     """
-    KEY_WIDTH: tl.constexpr = OPTIONS.KEY_WIDTH
-    VALUE_WIDTH: tl.constexpr = OPTIONS.VALUE_WIDTH
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     scale, scale_log2 = scales
@@ -137,17 +133,17 @@ def query_gradient_kernel(
     tile = tile_of(tl.program_id(0), slabs, layout, OPTIONS.RATIO // OPTIONS.PACK, LAST_FIRST=OPTIONS.CAUSAL)
     queries = queries_of(OPERANDS, TILES.ORDER, tile, slabs, OPTIONS)
     is_row = queries.row >= 0
-    grad_out = load_rows(OUTPUTS.GRAD_OUT, tile, queries.row, queries.head, is_row, VALUE_WIDTH)
+    grad_out = load_rows(OUTPUTS.GRAD_OUT, tile, queries.row, queries.head, is_row, OPTIONS.VALUE_WIDTH)
     lines = (tile.batch * num_queries + queries.row) * (num_kv_heads * OPTIONS.RATIO) + queries.head
     lse = tl.load(OUTPUTS.LSE + lines, mask=is_row, other=float("-inf")) * LOG2_E
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    out = load_lines(OUTPUTS.OUT, lines * VALUE_WIDTH.D, is_row, VALUE_WIDTH)
+    out = load_lines(OUTPUTS.OUT, lines * OPTIONS.VALUE_WIDTH.D, is_row, OPTIONS.VALUE_WIDTH)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     if GRAD_LSE is not None:
         delta -= tl.load(GRAD_LSE + lines, mask=is_row, other=0.0)
     tl.store(OUTPUTS.DELTA + lines, delta, mask=is_row)
     outputs = Outputs(grad_out, lse, delta)
-    grad_query = tl.full([BLOCK_ROWS, KEY_WIDTH.BLOCK_D], 0.0, tl.float32)
+    grad_query = tl.full([BLOCK_ROWS, OPTIONS.KEY_WIDTH.BLOCK_D], 0.0, tl.float32)
     grad_bias = 0
     if GRAD_DISTANCE_BIAS is not None and OPTIONS.COORDINATES:
         grad_bias = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -178,6 +174,6 @@ def query_gradient_kernel(
     # Loaded again: keeping the rows through the loops takes registers that the loops need.
     row = query_rows(TILES.ORDER, tile, num_queries, OPTIONS)
     lines = (tile.batch * num_queries + row) * (num_kv_heads * OPTIONS.RATIO) + queries.head
-    store_lines(GRAD_QUERY, lines * KEY_WIDTH.D, row >= 0, grad_query * scale, KEY_WIDTH)
+    store_lines(GRAD_QUERY, lines * OPTIONS.KEY_WIDTH.D, row >= 0, grad_query * scale, OPTIONS.KEY_WIDTH)
     if GRAD_DISTANCE_BIAS is not None and OPTIONS.COORDINATES:
         tl.store(GRAD_DISTANCE_BIAS + lines, grad_bias, mask=row >= 0)

@@ -40,12 +40,11 @@ def query_rows(ORDER, tile, num_queries, OPTIONS: tl.constexpr):
 @triton.jit
 def queries_of(OPERANDS, ORDER, tile, slabs, OPTIONS: tl.constexpr):
     """The :class:`QueryTile` of a tile."""
-    KEY_WIDTH: tl.constexpr = OPTIONS.KEY_WIDTH
     row = query_rows(ORDER, tile, slabs.num_queries, OPTIONS)
     slot = tl.arange(0, OPTIONS.BLOCK_ROWS) // OPTIONS.PACK
     of_pack = tl.arange(0, OPTIONS.BLOCK_ROWS) % OPTIONS.PACK
     head = tile.kv_head * OPTIONS.RATIO + tile.head_block * OPTIONS.PACK + of_pack
-    query = load_rows(OPERANDS.QUERY, tile, row, head, row >= 0, KEY_WIDTH)
+    query = load_rows(OPERANDS.QUERY, tile, row, head, row >= 0, OPTIONS.KEY_WIDTH)
     position = row + slabs.query_offset
     dropout = dropout_of(OPERANDS.DROPOUT, OPTIONS.DROPOUT)
     states, terms = position, position

@@ -51,6 +51,15 @@ class Width(NamedTuple):
     BLOCK_D: int
 
 
+def constant(width: Width) -> Any:
+    """A width as a field of :class:`ComputingOptions`.
+
+    Triton 3.6 compiles no call of a function with a tuple from another tuple unless it is marked as constant. The
+    interpreter takes it as it is.
+    """
+    return width if INTERPRETED.value else tl.constexpr(width)
+
+
 class ComputingOptions(NamedTuple):
     """Compile-time constants of the computing kernels."""
 
