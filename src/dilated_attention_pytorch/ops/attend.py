@@ -78,7 +78,7 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
-    is_fused = call.dropout_seed is None and not call.has_terms
+    is_fused = call.dropout_seed is call.distance_bias is call.key_bias is None and call.softcap == 0.0
     impl = IMPLEMENTATIONS[implementation_of(call.impl, query, value, call.pattern, is_fused=is_fused)]
     if isinstance(call.query_offset, Tensor) and not impl.takes_offset_tensor:
         raise NotImplementedError(
