@@ -34,7 +34,7 @@ MAX_HEAD_DIM = 256
 _default: Impl = "auto"
 """What ``impl="auto"`` stands for, see :func:`implementation`."""
 _CHOSEN: dict[tuple[object, ...], str] = {}
-"""Answers of :func:`select` that are constant per process: "triton", and on a CPU all once its kernels are loaded."""
+"""Answers of :func:`select` that are constant per process: "triton" on a GPU, any on a CPU with its kernels loaded."""
 
 
 @contextmanager
