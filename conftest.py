@@ -20,6 +20,8 @@ import torch
 
 # Before Triton is imported: its kernels then run on CPU tensors. TRITON_INTERPRET=0 tests them on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Without measuring which of both kernels is faster here: what tests expect is that of one of them.
+os.environ["DILATED_ATTENTION_CPU"] = "native"
 # PyTorch's store asks for the name of every address that connects, this machine's own too, and waits for the answer.
 # A lost one then holds up a rank, or all of them, for 5 s, which is most of the timeouts in tests of failing ranks.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

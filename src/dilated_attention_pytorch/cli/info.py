@@ -50,6 +50,7 @@ class Info:
                 ("threads", str(torch.get_num_threads())),
                 ("threads that wait", waiting_in_words()),
                 ("large float32 products", linear_choice(torch.get_num_threads()).describe()),
+                *_choices(),
                 *(("CUDA device", device) for device in devices() or ["none"]),
             ],
         )
@@ -75,6 +76,21 @@ class Info:
 
 def _name(requirement: str) -> str:
     return requirement.partition(">=")[0]
+
+
+def _choices() -> list[tuple[str, str]]:
+    """What ``impl="auto"`` is on the CPU, by dtype; nothing before the native kernels are compiled."""
+    import torch
+
+    from dilated_attention_pytorch.kernels import compilation
+    from dilated_attention_pytorch.kernels.cpu_choice import cpu_choice
+
+    if not compilation.is_compiled() or compilation.refusal_to_load() is not None:
+        return []
+    return [
+        (f"attention in {name}", cpu_choice(dtype).describe())
+        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16))
+    ]
 
 
 def _implementations() -> list[tuple[str, ...]]:

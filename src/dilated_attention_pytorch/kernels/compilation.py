@@ -160,6 +160,16 @@ def library_path() -> Path:
     return build.library
 
 
+def is_compiled() -> bool:
+    """Whether the kernels of this machine are there, so that loading them needs no compiler."""
+    try:
+        build = build_of_this_machine()
+        with _in_words(build.folder):
+            return _is_whole(build)
+    except BuildError:
+        return False
+
+
 @constant_of_graph
 def refusal() -> str | None:
     """Why there are no kernels here, as far as known without compiling; None if there may be."""

@@ -15,6 +15,7 @@ from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 from . import compilation
+from .cpu_choice import is_native_chosen
 from .device_check import trusts_triton
 from .triton.target import AMD, target_of
 
@@ -34,7 +35,7 @@ MAX_HEAD_DIM = 256
 _default: Impl = "auto"
 """What ``impl="auto"`` stands for, see :func:`implementation`."""
 _CHOSEN: dict[tuple[object, ...], str] = {}
-"""Answers of :func:`select` that are constant per process: "triton", and "native" once its kernels are loaded."""
+"""Answers of :func:`select` that are constant per process: "triton" on a GPU, any on a CPU with its kernels loaded."""
 
 
 @contextmanager
@@ -151,14 +152,14 @@ def _triton_refusal_of_device(device: torch.device) -> str | None:
     return None
 
 
-def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool) -> Impl:
+def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool, is_fused: bool) -> Impl:
     # On AMD GPUs the kernels were compiled but never run: there they are selected by name only.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     can_run = is_nvidia and refusal("triton", device, dtype, head_dim, is_segmented=is_segmented) is None
     if can_run and (is_interpreted() or trusts_triton(device, dtype, head_dim)):  # the interpreter compiles nothing
         return "triton"
     if _native_mismatch(device, dtype, head_dim) is None and compilation.can_load():
-        return "native"
+        return "native" if not is_fused or is_native_chosen(dtype) else "aten"
     return "aten"
 
 
@@ -178,12 +179,22 @@ def _check_name(impl: str) -> None:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
 
 
-def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_segmented: bool = False) -> str:
+def select(
+    impl: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    is_segmented: bool = False,
+    is_fused: bool = False,
+) -> str:
     """The name of the implementation for a call.
 
     ``"auto"`` is what :func:`implementation` says. Without it, it is ``"triton"`` on an NVIDIA GPU and ``"native"`` on
     a CPU where these can run, else ``"aten"``. The first call on such a CPU compiles the native kernels if necessary;
     the first on such a GPU checks the Triton kernels there (:mod:`.device_check`), and ``"aten"`` replaces wrong ones.
+    With ``is_fused``, PyTorch's fused kernels compute the call: there ``"auto"`` is ``"aten"`` where they were measured
+    to be faster, see :func:`.cpu_choice.cpu_choice`.
 
     Raises:
         ValueError: ``impl`` is not a known name.
@@ -194,7 +205,7 @@ def select(impl: str, device: torch.device, dtype: torch.dtype, head_dim: int, *
     asked = default_of(impl)
     chosen = asked
     if asked == "auto":
-        chosen = _automatic(device, dtype, head_dim, is_segmented=is_segmented)
+        chosen = _automatic(device, dtype, head_dim, is_segmented=is_segmented, is_fused=is_fused)
     reason = refusal(chosen, device, dtype, head_dim, is_segmented=is_segmented)
     if reason is None and chosen == "native":
         reason = compilation.refusal_to_load()
@@ -208,10 +219,10 @@ def _is_for_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def implementation_of(impl: str, query: Tensor, value: Tensor, pattern: Pattern) -> str:
+def implementation_of(impl: str, query: Tensor, value: Tensor, pattern: Pattern, *, is_fused: bool) -> str:
     """The name of the implementation that computes a call, cached where the answer is constant.
 
-    It is chosen for the wider of keys and values.
+    It is chosen for the wider of keys and values. ``is_fused``: see :func:`select`.
 
     Raises:
         ValueError, NotImplementedError: as :func:`select`.
@@ -221,7 +232,7 @@ def implementation_of(impl: str, query: Tensor, value: Tensor, pattern: Pattern)
     for group in pattern.groups:  # a loop: a generator takes longer than the test itself, and each call makes it
         is_segmented = is_segmented or group.boundaries is not None
     if torch.compiler.is_compiling():
-        chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented)
+        chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented, is_fused=is_fused)
         if chosen != "reference" and torch.compiler.is_exporting() and _is_for_onnx():
             raise NotImplementedError(
                 "ONNX has no operator for attention under a pattern: export the dense one, in memory that grows with "
@@ -229,11 +240,14 @@ def implementation_of(impl: str, query: Tensor, value: Tensor, pattern: Pattern)
                 "torch.export.save keeps the operator"
             )
         return chosen
-    asked = (_default if impl == "auto" else impl, device, dtype, head_dim, is_segmented)
+    asked = (_default if impl == "auto" else impl, device, dtype, head_dim, is_segmented, is_fused)
     if asked in _CHOSEN:
         return _CHOSEN[asked]
-    chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented)
-    is_constant = device.type == "cuda" and not is_interpreted() if chosen == "triton" else compilation.was_loaded()
-    if is_constant and chosen in ("triton", "native"):
+    chosen = select(impl, device, dtype, head_dim, is_segmented=is_segmented, is_fused=is_fused)
+    if chosen == "triton":
+        is_constant = device.type == "cuda" and not is_interpreted()
+    else:
+        is_constant = device.type == "cpu" and compilation.was_loaded()
+    if is_constant:
         _CHOSEN[asked] = chosen
     return chosen

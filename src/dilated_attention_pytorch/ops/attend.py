@@ -78,7 +78,8 @@ def attend_checked(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a checked call: choose the implementation, then run it."""
     query, key, value = cast_by_autocast(call.query, call.key, call.value)
     assert call.pattern is not None
-    impl = IMPLEMENTATIONS[implementation_of(call.impl, query, value, call.pattern)]
+    is_fused = call.dropout_seed is call.distance_bias is call.key_bias is None and call.softcap == 0.0
+    impl = IMPLEMENTATIONS[implementation_of(call.impl, query, value, call.pattern, is_fused=is_fused)]
     if isinstance(call.query_offset, Tensor) and not impl.takes_offset_tensor:
         raise NotImplementedError(
             f'impl="{impl.name}" plans a call on the host and needs the value of query_offset, got a tensor: pass '
@@ -144,7 +145,8 @@ def attend(
         impl: ``"auto"``, ``"triton"`` (this package's kernels, NVIDIA and AMD GPUs), ``"native"`` (this package's
             kernels, x86-64 CPUs), ``"aten"`` (PyTorch's fused kernels on CPUs and CUDA devices, its matrix products
             elsewhere) or ``"reference"`` (dense, any device). All agree up to rounding.
-            ``"auto"`` is ``"triton"`` on an NVIDIA GPU and ``"native"`` on a CPU where these can run, else ``"aten"``;
+            ``"auto"`` is ``"triton"`` on an NVIDIA GPU, where a check found it right, and ``"native"`` on a CPU where
+            it can run and no measurement found ``"aten"`` faster; else ``"aten"``;
             :func:`~dilated_attention_pytorch.ops.implementation` changes that for all calls of a context.
 
     Returns:

@@ -87,7 +87,9 @@ def agree(ranks: Ranks, call: Call, scores: Scores, sharding: Sharding, *, is_ls
             f"position 0: got {num_queries} query rows at {offset} and {num_keys} key rows at {key_offset}"
         )
     asked = default_of(call.impl)
-    impl = select(asked, query.device, query.dtype, max(query.shape[-1], call.value.shape[-1]))
+    is_fused = call.dropout_p == 0.0 and all(x is None for x in (scores.softcap, *scores.tensors))
+    head_dim = max(query.shape[-1], call.value.shape[-1])
+    impl = select(asked, query.device, query.dtype, head_dim, is_fused=is_fused)
     strategy = sharding.strategy
     if strategy == "auto":
         sharded = ShardedCall(pattern, key.shape[2], call.is_causal, offset, documents)
