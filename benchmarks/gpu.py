@@ -43,6 +43,8 @@ from .measured_code import code, read_all
 ROOT = Path(__file__).parent.parent
 RECORD, LOG = "gpu.json", "log.txt"
 TESTS = Path("tests/kernels/triton")
+WITHOUT_GPU = {"test_compiled", "test_configurations", "test_hazards"}
+"""Files of tests that compile for a GPU and launch nothing."""
 FIRST_CASES = 10
 """Cases of the benchmark that a first run times, with those that the README names."""
 Status = Literal["passed", "failed", "skipped", "cut off"]
@@ -164,7 +166,7 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
         gate("triton"),
         benchmark("benchmark, first cases", min(240.0, seconds), FIRST_CASES),
         # One process for each file: what a time limit cuts off is the rest of a file.
-        *(tests(file.stem, str(file), "-k", "not drawn") for file in files if file.stem != "test_compiled"),
+        *(tests(file.stem, str(file), "-k", "not drawn") for file in files if file.stem not in WITHOUT_GPU),
         gate("aten"),
         gate("published"),
         *map(checked, ("memcheck", "racecheck")),

@@ -158,7 +158,7 @@ def test_what_matters_most_comes_first_and_every_test_of_the_kernels_runs(
     assert sum(one.most_seconds for one in entries[:2]) < 400.0
     for name in ("gate, triton", "memcheck", "racecheck"):
         assert "ours, triton" in commands[name]
-    files = {file.stem for file in (gpu.ROOT / gpu.TESTS).glob("test_*.py")} - {"test_compiled"}
+    files = {file.stem for file in (gpu.ROOT / gpu.TESTS).glob("test_*.py")} - gpu.WITHOUT_GPU
     assert {name for name in commands if name.startswith("tests, test_")} == {f"tests, {name}" for name in files}
     # The README names two times.
     first = list(planned_cases(BenchSettings(preset="gpu"), PRESETS["gpu"]))[: gpu.FIRST_CASES]

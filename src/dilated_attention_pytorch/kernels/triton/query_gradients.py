@@ -72,11 +72,10 @@ def _query_blocks(
     reference = tl.where(seen.is_active, outputs.lse, float("inf"))[:, None]
     for block in range(from_block, to_block):
         index = block * OPTIONS.BLOCK_RUN + line
-        key_row = first_row + index * rate
         is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.KEY_WIDTH)
         value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH)
-        score, share = scores_of(queries, key, key_row, is_key, MASKED, OPTIONS)
+        score, share = scores_of(queries, key, first_row + index * rate, is_key, MASKED, OPTIONS)
         probability = tl.exp2(score * scale_log2 - reference)
         probability = visible(probability, 0.0, block * OPTIONS.BLOCK_RUN, line, is_key, seen, MASKED, OPTIONS)
         grad_probability = product(outputs.grad_out, tl.trans(value))
@@ -85,10 +84,11 @@ def _query_blocks(
             grad_probability *= keep_factors(queries.states[:, None], key_states[None, :], queries.dropout)
         grad_score = probability * (grad_probability - outputs.delta[:, None])
         if GRAD_DISTANCE_BIAS is not None and OPTIONS.COORDINATES:
-            grad_bias += tl.sum(grad_score * distances_to(key_row, is_key, queries.terms.coordinates), 1)
+            distances = distances_to(first_row + index * rate, is_key, queries.terms.coordinates)
+            grad_bias += tl.sum(grad_score * distances, 1)
         elif GRAD_DISTANCE_BIAS is not None:
             is_pair = seen.is_active[:, None] & (index < count)[None, :]
-            add_to_diagonals(GRAD_DISTANCE_BIAS, grad_score, queries.terms.diagonal, key_row, is_pair)
+            add_to_diagonals(GRAD_DISTANCE_BIAS, grad_score, queries.terms.diagonal, first_row + index * rate, is_pair)
         if OPTIONS.SOFTCAP:
             grad_score *= 1.0 - share * share
         grad_query = product(rounded(grad_score, key.dtype), key, grad_query)
