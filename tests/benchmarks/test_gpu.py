@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +19,10 @@ from torch import Tensor
 
 from benchmarks import gpu, gpu_gate
 from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contestant
+from dilated_attention_pytorch.benchmarks.measure import OUT_OF_TIME
+from dilated_attention_pytorch.benchmarks.presets import PRESETS, planned_cases
+from dilated_attention_pytorch.benchmarks.settings import BenchSettings
+from dilated_attention_pytorch.errors import RunError
 
 CPU = torch.device("cpu")
 
@@ -44,9 +50,69 @@ def test_what_passed_is_not_repeated_and_the_rest_is(tmp_path: Path, monkeypatch
     )
     expected = {"right": "passed", "wrong": "failed", "none": "skipped", "part": "cut off"}
     assert run(monkeypatch, tmp_path / "out", *entries) == expected
-    assert (tmp_path / "out" / "right.txt").read_text() == "said\n"
-    assert run(monkeypatch, tmp_path / "out", *entries) == expected | {"part": "passed"}
+    assert f"== right: python -c {shlex.quote(count)}\nsaid\n" in (tmp_path / "out" / gpu.LOG).read_text()
+    # A copy of the folder, as from a machine that was lent, is resumed like the folder.
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    assert run(monkeypatch, tmp_path / "copy", *entries) == expected | {"part": "passed"}
     assert (tmp_path / "count").read_text() == "x"
+
+
+def test_what_a_step_writes_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "out" / "step.json"
+    write = f"open({str(file)!r}, 'w').write('[1]'); print('said')"
+    run(monkeypatch, tmp_path / "out", step("one", write, result=file), step("two", "print('more')", result=file))
+    one, two = json.loads((tmp_path / "out" / RECORD).read_text())["steps"]
+    assert (one["result"], one["tail"], two["result"], two["tail"]) == ([1], "said\n", None, "more\n")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {RECORD, gpu.LOG}
+
+
+def test_a_killed_run_keeps_what_passed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = step("first", "raise SystemExit(9)"), step("second", "pass")
+    expected = {"first": "failed", "second": "passed"}
+    assert run(monkeypatch, tmp_path / "out", first, second) == expected
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "run_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(patch, tmp_path / "out", first, second)
+    passed = gpu.earlier(tmp_path / "out", json.loads((tmp_path / "out" / RECORD).read_text()))
+    assert list(passed) == ["second"]
+
+
+@pytest.mark.parametrize("name", ["code", "dry_run", "versions", "cuda_devices"])
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run(monkeypatch, tmp_path, step("one", "pass"))
+    record = json.loads((tmp_path / RECORD).read_text())
+    (record if name in record else record["machine"])[name] = ["another"]
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    with pytest.raises(RunError, match=rf"holds a run with {name} \['another'\], and here it is .* another --output"):
+        run(monkeypatch, tmp_path, step("one", "pass"))
+    (tmp_path / RECORD).unlink()
+    with pytest.raises(RunError, match="is not empty"):
+        run(monkeypatch, tmp_path, step("one", "pass"))
+
+
+def test_the_process_of_a_step_ends_with_the_command(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    slow = f"import time; print('begun', flush=True); time.sleep(2); open({str(late)!r}, 'w')"
+    code = (
+        "import sys; from pathlib import Path; from benchmarks import gpu\n"
+        f"one = gpu.Step(name='slow', command=(sys.executable, '-c', {slow!r}), most_seconds=60.0)\n"
+        "gpu.steps = lambda output, **options: [one]\n"
+        f"sys.argv = ['gpu', '--output', {str(tmp_path / 'out')!r}]\n"
+        "gpu.main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    log = tmp_path / "out" / gpu.LOG
+    while process.poll() is None and not (log.exists() and "begun" in log.read_text()[len(slow) :]):
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait() == 1
+    time.sleep(2.5)
+    assert not late.exists()
 
 
 def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
@@ -77,16 +143,56 @@ def test_without_a_gpu_nothing_runs_but_a_dry_run(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert all(one.refusal for one in gpu.steps(tmp_path, is_dry=False, seconds=60.0))
     dry = {one.name: one.refusal for one in gpu.steps(tmp_path, is_dry=True, seconds=60.0)}
-    assert [name for name, refusal in dry.items() if refusal is None] == ["gate, aten", "benchmark", "tests"]
+    assert [name for name, refusal in dry.items() if refusal is None] == ["gate, aten", "benchmark", "tests, all"]
 
 
-def test_every_kernel_of_this_package_is_held_to_the_definition_and_watched(
+def test_what_matters_most_comes_first_and_every_test_of_the_kernels_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    commands = {one.name: one.command for one in gpu.steps(tmp_path, is_dry=False, seconds=60.0)}
+    entries = gpu.steps(tmp_path, is_dry=False, seconds=560.0)
+    commands = {one.name: one.command for one in entries}
+    assert list(commands)[:2] == ["gate, triton", "benchmark, first cases"]
+    assert list(commands)[-2:] == ["tests, drawn calls", "benchmark"]
+    # The gate and the first cases leave time for the tests.
+    assert sum(one.most_seconds for one in entries[:2]) < 400.0
     for name in ("gate, triton", "memcheck", "racecheck"):
         assert "ours, triton" in commands[name]
+    files = {file.stem for file in (gpu.ROOT / gpu.TESTS).glob("test_*.py")} - {"test_compiled"}
+    assert {name for name in commands if name.startswith("tests, test_")} == {f"tests, {name}" for name in files}
+    # The README names two times.
+    first = list(planned_cases(BenchSettings(preset="gpu"), PRESETS["gpu"]))[: gpu.FIRST_CASES]
+    trained = [(case.shape, case.rows) for case in first if case.mode == "forward_backward"]
+    assert {("paper", 32768), ("paper", 1048576)} < set(trained)
+    assert len(first) == 2 * len(trained)
+
+
+@pytest.mark.parametrize(
+    "only", [("gate, aten",), pytest.param(("gate, aten", "benchmark"), marks=pytest.mark.slow)], ids=len
+)
+def test_all_results_are_few_files(tmp_path: Path, only: tuple[str, ...]) -> None:
+    """A machine that is lent gives back at most 8 files with plain names, at most two folders deep."""
+    outcomes = gpu.run(tmp_path, is_dry=True, seconds=300.0, only=only)
+    assert [one.name for one in outcomes if one.status == "passed"] == list(only)
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"gpu.json", "log.txt", *(("bench/bench.json", "bench/page.md") if "benchmark" in only else ())}
+    again = gpu.run(tmp_path, is_dry=True, seconds=300.0, only=only)
+    assert [one.seconds for one in again] == [one.seconds for one in outcomes]
+
+
+def test_the_first_cases_are_done_where_the_time_limit_left_none_of_them_out(tmp_path: Path) -> None:
+    def row(case: int, reason: str = "") -> dict[str, Any]:
+        return {"case": {"rows": case}, "reason": reason}
+
+    file, late = tmp_path / "bench.json", OUT_OF_TIME
+    for rows, is_done in (
+        ([row(1), row(1, "refused"), row(2), row(3, late)], True),
+        ([row(1), row(1, late), row(2), row(3)], False),
+        ([row(1), row(2, late)], False),
+    ):
+        file.write_text(json.dumps({"rows": rows, "complete": False}))
+        assert gpu._is_complete(file, 2) == is_done
+        assert not gpu._is_complete(file, None)
 
 
 def test_the_benchmark_is_resumed_where_it_was_begun(tmp_path: Path) -> None:

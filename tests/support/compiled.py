@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=0 python -m support.compiled sm_90
 
-Calls are planned on meta tensors: every kernel is compiled with the constants of its launch.
+Calls have meta tensors: every kernel is compiled for the arguments and constants of its launch.
 """
 
 from __future__ import annotations
@@ -14,39 +14,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dilated_attention_pytorch import DilatedPattern, local_window
+from dilated_attention_pytorch.kernels.triton import launch
 from dilated_attention_pytorch.kernels.triton import problem as problems
-from dilated_attention_pytorch.kernels.triton.forward import forward_kernel, merge_splits_kernel
-from dilated_attention_pytorch.kernels.triton.key_gradients import key_gradient_kernel
-from dilated_attention_pytorch.kernels.triton.order import order_kernel
-from dilated_attention_pytorch.kernels.triton.plan import plan_of
 from dilated_attention_pytorch.kernels.triton.problem import Problem
-from dilated_attention_pytorch.kernels.triton.query_gradients import query_gradient_kernel
-from dilated_attention_pytorch.kernels.triton.runs import runs_kernel
 from support.hazards import faults
 
-TYPES = {
-    **dict.fromkeys(("ORDER", "RUNS", "RANGES", "GROUPS", "SPANS", "LISTS", "CU_SEQLENS"), "*i32"),
-    **dict.fromkeys(
-        ("LSE", "GRAD_LSE", "DELTA", "GRAD_DISTANCE_BIAS", "GRAD_KEY_BIAS", "PARTIAL_OUT", "PARTIAL_LSE"), "*fp32"
-    ),
-    "TILES": ("*i32", "*i32", "*i32"),
-    "PADDING": "*u8",
-    "DROPOUT": ("*i64", "i32", "fp32"),
-    "scale_log2": "fp32",
-    "scales": ("fp32", "fp32"),
-}
-"""Types of the operands that are neither tensors of the dtype of the call nor integers."""
-STRIDED = ("QUERY", "KEY", "VALUE", "GRAD_OUT")
-"""Tensors with the strides of sequences, rows and heads."""
 PATTERN = DilatedPattern([2048, 8192], [1, 4])
 BOTH = DilatedPattern([256, 2048], [1, 3], tail="zero_padded") + local_window(100)
 
@@ -99,75 +81,48 @@ def calls(*, is_short: bool) -> Iterator[tuple[str, Problem]]:
     yield "every option", Problem(q, k, k[..., :24], BOTH.groups, False, 0.1, **options)
 
 
-def launches(problem: Problem) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The kernels of a call with the keywords of their launches, for the first candidate of each."""
-    plan, is_decoding = plan_of(problem), isinstance(problem.query_offset, Tensor)
-    parts = [(plan.forward, forward_kernel)]
-    if not is_decoding:
-        parts += [(plan.query_gradient, query_gradient_kernel)]
-        parts += [(plan.key_gradient, key_gradient_kernel)]
-    for part, kernel in parts:
-        walk = part.walk(part.choice.candidates[0], part.num_splits if is_decoding else 1)
-        yield order_kernel, part.order.keywords
-        yield runs_kernel, walk.planning.keywords
-        yield kernel, walk.computing.keywords
-    yield merge_splits_kernel, {"WIDTH": plan.kind.widths[1], "BLOCK": 4, "num_warps": 4, "enable_fp_fusion": True}
+def launches(problem: Problem, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The kernels that a call launches with the first candidates, and the arguments of each by name."""
+    launched: list[tuple[Any, dict[str, Any]]] = []
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        launched.append((kernel, dict(zip(kernel.arg_names, arguments, strict=False)) | keywords))
+
+    is_decoding = isinstance(problem.query_offset, Tensor)
+    with (
+        mock.patch.object(triton.JITFunction, "run", run),
+        mock.patch.object(launch, "fastest", lambda choice, launch: choice.candidates[0]),
+    ):
+        out, lse = launch.forward(problem, 2 if is_decoding else None)
+        if not is_decoding:
+            launch.backward(problem, out, lse, out, None if problem.dropout_seed is None else lse)
+    return launched
 
 
-def _types_of_absent(problem: Problem, dtype: str) -> dict[str, Any]:
-    """Types of optional operands that the call has not: a launch gives any tensor for them, the queries."""
-    types: dict[str, Any] = {}
-    if problem.cu_seqlens is None:
-        types["CU_SEQLENS"] = dtype
-    if problem.key_padding_mask is None:
-        types["PADDING"] = dtype
-    if problem.dropout_seed is None:
-        types["DROPOUT"] = (dtype, "i32", "fp32")
-    distance_bias = "constexpr" if problem.distance_bias is None else "*fp32"
-    key_bias = "constexpr" if problem.key_bias is None else ("*fp32", "i32", "i32", "i32")
-    coordinates = "constexpr" if problem.coordinates is None else "*fp32"
-    types["TERMS"] = (distance_bias, coordinates, key_bias, "fp32", "fp32")
-    return types
-
-
-def _absent(problem: Problem) -> dict[str, None]:
-    """Operands that the kernels take as None."""
-    absent = {"GRAD_LSE": problem.dropout_seed, "GRAD_DISTANCE_BIAS": problem.distance_bias}
-    absent |= {"GRAD_KEY_BIAS": problem.key_bias}
-    if not plan_of(problem).kind.has_terms:
-        absent["TERMS"] = None
-    return {name: None for name, operand in absent.items() if operand is None}
-
-
-def compiled(kernel: Any, keywords: dict[str, Any], problem: Problem, target: str) -> Any:
-    """A kernel as machine code; arguments without constants are tensors, in capitals, and sizes."""
-    options = {name: keywords[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in keywords}
-    constants: dict[Any, Any] = {name: value for name, value in keywords.items() if name in kernel.arg_names}
-    dtype = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[problem.query.dtype]
-    types = TYPES | _types_of_absent(problem, dtype)
-    constants |= {name: None for name in _absent(problem) if name in kernel.arg_names}
-    on_device = ("offset", "query_offset") if isinstance(problem.query_offset, Tensor) else ()
-    signature: dict[str, Any] = {}
-    hints = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in STRIDED:
-            signature[name] = (dtype, "i32", "i32", "i32")
-        else:
-            signature[name] = types.get(name, dtype if name.isupper() else "*i64" if name in on_device else "i32")
-        # As Triton would find at launch: pointers and strides of whole rows are multiples of 16.
-        parts = signature[name] if isinstance(signature[name], tuple) else None
-        for at, one in enumerate(parts or (signature[name],)):
-            if isinstance(one, tuple):  # a tensor with strides within a tuple
-                hints[index, at, 0] = [["tt.divisibility", 16]]
-            elif parts and one == "constexpr":
-                constants[index, at] = None
-            elif (one.startswith("*") and name not in on_device) or name in STRIDED:
-                hints[(index, at) if parts else (index,)] = [["tt.divisibility", 16]]
+def use(target: str) -> None:
+    """Have Triton compile for a GPU by the compiler's name; nothing can be launched."""
     is_amd = target.startswith("gfx")
-    device = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-    return triton.compile(ASTSource(kernel, signature, constants, hints), target=device, options=options)
+    gpu = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: gpu, get_current_device=lambda: target, get_current_stream=lambda device: 0
+        )
+    )
+    problems.target_of = lambda device: target
+
+
+def compiled(kernel: Any, arguments: dict[str, Any]) -> Any:
+    """A kernel as machine code of the GPU in :func:`use`."""
+    return kernel.run(**arguments, grid=(1,), warmup=True)
+
+
+def specializations(problem: Problem) -> Iterator[tuple[str, str, str]]:
+    """For every launch: the kernel, its constants, and all that decides whether Triton compiles it again."""
+    for kernel, arguments in launches(problem):
+        binder = kernel.device_caches[triton.runtime.driver.active.get_current_device()][-1]
+        _, specialization, options = binder(**arguments)
+        constants = [arguments[kernel.arg_names[index]] for index in kernel.constexprs]
+        yield kernel.__name__, str((constants, options)), str((specialization, options))
 
 
 def stack_bytes(code: Any) -> int:
@@ -183,11 +138,11 @@ def stack_bytes(code: Any) -> int:
 
 
 def main(target: str) -> None:
-    problems.target_of = lambda device: target
+    use(target)
     figures = []
     for name, problem in calls(is_short=target == "sm_90"):  # what every run of the tests compiles for
-        for kernel, keywords in launches(problem):
-            code = compiled(kernel, keywords, problem, target)
+        for kernel, arguments in launches(problem):
+            code = compiled(kernel, arguments)
             text = code.asm["amdgcn" if target.startswith("gfx") else "ptx"]
             figures.append(
                 {

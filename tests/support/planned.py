@@ -52,7 +52,7 @@ def planned(
     side = whole.side(whole.positions.keys if of_queries else whole.positions.queries, sizes)
     kernel = whole.kernel_plan("key_gradient" if of_queries else "query_gradient", (blocks,), side)
     order = launch._order_of(problem, kernel)
-    return Planned(side, order, *launch._runs_of(problem, kernel, kernel.walk(blocks), order))
+    return Planned(side, *launch._runs_of(problem, kernel, kernel.walk(blocks), order))
 
 
 def tiles_of(problem: Problem, tile_rows: int, *, of_queries: bool) -> tuple[Tensor, Planned]:

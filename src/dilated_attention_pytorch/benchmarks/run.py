@@ -32,7 +32,8 @@ from .shapes import Case
 RESULTS_NAME, PAGE_NAME = "bench.json", "page.md"
 _PAGE_WIDTH = 10_000
 """Columns of the page: no cell of a table is wrapped."""
-_SAME_MACHINE = ("processor", "cores", "threads", "cuda_devices", "versions")
+SAME_MACHINE = ("processor", "cores", "threads", "cuda_devices", "versions")
+"""What a run and its resumption have in common, by the names of :func:`.origin`."""
 _MAY_DIFFER = ("resume", "time_limit", "output")
 """Settings that a resumed run may change."""
 
@@ -136,7 +137,7 @@ def rows_to_keep(file: Path, machine: Mapping[str, Any], settings: BenchSettings
                 f"--resume: the run in {file.parent} has {name}={values['settings'].get(name)!r}, this one {value!r}; "
                 f"{remedy}"
             )
-    for name in _SAME_MACHINE:
+    for name in SAME_MACHINE:
         if values["machine"].get(name) != json.loads(json.dumps(machine[name])):
             raise RunError(
                 f"--resume: the run in {file.parent} is of another machine or installation ({name} "

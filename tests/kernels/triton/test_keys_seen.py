@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import triton
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.kernels.select import is_interpreted
 from dilated_attention_pytorch.kernels.triton.rule_table import FAR
-from dilated_attention_pytorch.kernels.triton.runs import BITS, keys_seen
+from dilated_attention_pytorch.kernels.triton.runs import BITS, keys_seen, load_run
 from support.drawn import examples
 
 ROWS, LINE = 8, BITS.value + 3
@@ -20,13 +22,21 @@ LAST = 2**31 - 4096
 needs_interpreter = pytest.mark.skipif(not is_interpreted(), reason="it is the arithmetic that is tested")
 
 
+class Options(NamedTuple):
+    """Those that say what a run is."""
+
+    LINE: int
+    CAUSAL: bool
+    BANDED: bool
+
+
 @triton.jit
-def seen_kernel(RUN, POSITION, ACTIVE, SEEN, LINE: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr):
+def seen_kernel(RUN, POSITION, ACTIVE, SEEN, OPTIONS: tl.constexpr):
     row = tl.arange(0, 8)
     is_active = tl.load(ACTIVE + row) != 0
-    start, stop = keys_seen(RUN, tl.load(POSITION + row), is_active, LINE, CAUSAL, BANDED)
-    tl.store(SEEN + row, start)
-    tl.store(SEEN + 8 + row, stop)
+    seen = keys_seen(load_run(RUN, OPTIONS), tl.load(POSITION + row), is_active, OPTIONS)
+    tl.store(SEEN + row, seen.start)
+    tl.store(SEEN + 8 + row, seen.stop)
 
 
 @st.composite
@@ -62,7 +72,8 @@ def test_the_keys_seen_are_those_that_the_mask_leaves(
     line[LINE - 2 :] = torch.tensor([low, high])
     seen = torch.empty(2, ROWS, dtype=torch.int32)
     rows = torch.tensor(positions, dtype=torch.int32)
-    seen_kernel[(1,)](line, rows, torch.tensor(active, dtype=torch.int32), seen, LINE, is_causal, is_banded)
+    options = Options(LINE, is_causal, is_banded)
+    seen_kernel[(1,)](line, rows, torch.tensor(active, dtype=torch.int32), seen, options)
     for position, is_active, start, stop in zip(positions, active, *seen.tolist(), strict=True):
         keys = [j for j in range(count) if is_active and low <= first + j * rate - position <= high]
         assert [j for j in range(count) if start <= j < stop] == keys

@@ -9,23 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .counter import dropout_of, head_state, keep_factors, key_state, query_state
+from .counter import keep_factors, key_state
+from .query_tiles import queries_of, query_rows, scores_of, visible
 from .runs import is_active_in, keys_seen, load_run
 from .segments import first_position
-from .terms import biased, scaled, terms_of_queries
 from .tiles import (
     SIZES,
+    Layout,
+    Slabs,
     is_seen_key,
-    kept_within,
     keys_of,
-    lines_at,
     lines_of,
     load_block,
     load_lines,
-    load_rows,
     product,
     rounded,
-    rows_of,
     rows_of_run,
     store_lines,
     tile_of,
@@ -54,20 +52,15 @@ def probabilities_of(score, maximum, total, is_active, scale_log2):
 
 @triton.jit
 def _attend_blocks(
-    query,
+    queries,
     maximum,
     total,
     out,
     keys,
     run,
+    seen,
     from_block,
     to_block,
-    start,
-    stop,
-    is_active,
-    dropout,
-    query_states,
-    terms,
     scale_log2,
     MASKED: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -82,34 +75,23 @@ def _attend_blocks(
         index = block * OPTIONS.BLOCK_RUN + line
         is_key = is_seen_key(index, count, first_row, rate, keys.PADDING, OPTIONS.PADDED)
         key = load_block(key_pointers + block * key_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.KEY_WIDTH)
-        score = product(query, tl.trans(key))
-        if OPTIONS.SOFTCAP or OPTIONS.DISTANCE_BIAS or OPTIONS.KEY_BIAS:
-            score, _ = scaled(score, terms, OPTIONS)
-            score = biased(score, terms, first_row + index * rate, is_key, MASKED or OPTIONS.PADDED, OPTIONS)
-        if OPTIONS.PADDED or (MASKED and not (OPTIONS.CAUSAL or OPTIONS.BANDED)):
-            score = tl.where(is_key[None, :], score, float("-inf"))
-        if MASKED and (OPTIONS.CAUSAL or OPTIONS.BANDED):
-            score = kept_within(score, float("-inf"), block * OPTIONS.BLOCK_RUN, line, start, stop, OPTIONS.BANDED)
+        score, _ = scores_of(queries, key, first_row + index * rate, is_key, MASKED, OPTIONS)
+        score = visible(score, float("-inf"), block * OPTIONS.BLOCK_RUN, line, is_key, seen, MASKED, OPTIONS)
         value = load_block(value_pointers + block * value_step, is_key, MASKED or OPTIONS.PADDED, OPTIONS.VALUE_WIDTH)
-        maximum, total, decay, probability = probabilities_of(score, maximum, total, is_active, scale_log2)
+        maximum, total, decay, probability = probabilities_of(score, maximum, total, seen.is_active, scale_log2)
         if OPTIONS.DROPOUT:
-            key_states = key_state(dropout.seed, (first + index * rate).to(tl.int64))
-            probability *= keep_factors(query_states[:, None], key_states[None, :], dropout)
+            key_states = key_state(queries.dropout.seed, (first + index * rate).to(tl.int64))
+            probability *= keep_factors(queries.states[:, None], key_states[None, :], queries.dropout)
         out = product(rounded(probability, value.dtype), value, out * decay[:, None])
     return maximum, total, out
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    QUERY,
-    KEY,
-    VALUE,
+    OPERANDS,
     OUT,
     LSE,
     TILES,
-    PADDING,
-    DROPOUT,
-    TERMS,
     batch_size,
     num_queries,
     num_keys,
@@ -128,57 +110,30 @@ def forward_kernel(
     """``OUT[splits, B, N, H, Dv]`` and ``LSE[splits, B, N, H]``; each split computes its share of every run's keys.
 
     A run of few blocks has no share for most splits: with ``ROTATED``, the shares move on by one split with every run.
-    ``query_offset`` is the position of the first query, or a pointer to it.
-
-    ``QUERY``, ``KEY`` and ``VALUE`` are pointers with the strides of sequences, rows and heads. ``TILES`` are pointers
-    to the order of rows, the runs, and each tile's range of runs; ``DROPOUT`` is a pointer to the seed, with threshold
-    and factor; ``TERMS`` is None, or what :mod:`.terms` reads; ``OPTIONS`` is a :class:`.ComputingOptions`.
+    ``query_offset`` is the position of the first query, or a pointer to it. ``OPERANDS`` are :class:`.Operands`,
+    ``TILES`` :class:`.TileRuns`, ``OPTIONS`` :class:`.ComputingOptions`.
     """
-    ORDER, RUNS, RANGES = TILES
     BLOCK_D: tl.constexpr = OPTIONS.VALUE_WIDTH.BLOCK_D
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
+    first_query = first_position(query_offset, key_offset + num_keys - num_queries)
+    slabs = Slabs(batch_size, num_queries, num_keys, num_kv_heads, first_query, key_offset)
+    layout = Layout(num_spans, heads_per_span, windows_per_span, tiles_per_window, lines_per_head)
     split = tl.program_id(0) % num_splits
-    batch, kv_head, head_block, window, tile = tile_of(
-        tl.program_id(0) // num_splits,
-        batch_size * num_kv_heads,
-        num_kv_heads,
-        num_spans,
-        heads_per_span,
-        windows_per_span,
-        tiles_per_window,
-        OPTIONS.RATIO // OPTIONS.PACK,
-        OPTIONS.CAUSAL,
+    tile = tile_of(
+        tl.program_id(0) // num_splits, slabs, layout, OPTIONS.RATIO // OPTIONS.PACK, LAST_FIRST=OPTIONS.CAUSAL
     )
-    slot = tl.arange(0, BLOCK_ROWS) // OPTIONS.PACK
-    row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
-    is_row = row >= 0
-    head = kv_head * OPTIONS.RATIO + head_block * OPTIONS.PACK + tl.arange(0, BLOCK_ROWS) % OPTIONS.PACK
-    batch = batch.to(tl.int64)
-    query = load_rows(lines_at(QUERY, batch, row, head), is_row, OPTIONS.KEY_WIDTH)
-    first_row = first_position(query_offset, key_offset + num_keys - num_queries)
-    position = row + first_row
-    dropout = dropout_of(DROPOUT, OPTIONS.DROPOUT)
-    query_states = position
-    if OPTIONS.DROPOUT:
-        query_states = query_state(head_state(dropout.seed, batch, head.to(tl.int64)), position.to(tl.int64))
-    terms = row
-    if TERMS is not None:
-        terms = terms_of_queries(
-            TERMS, batch, kv_head, head, row, first_row - key_offset, num_queries, num_keys, OPTIONS
-        )
+    queries = queries_of(OPERANDS, TILES.ORDER, tile, slabs, OPTIONS)
+    keys = keys_of(OPERANDS, tile, slabs)
     maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-    keys = keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset)
-    line, num_runs = lines_of(
-        RUNS, RANGES, kv_head, window, tile, num_queries, tiles_per_window, lines_per_head, OPTIONS
-    )
+    line, num_runs = lines_of(TILES, tile, num_queries, layout, OPTIONS)
     share = split
     for _ in range(num_runs):
-        run = load_run(line)
-        is_active = is_row & is_active_in(line, slot)
-        start, stop = keys_seen(line, position, is_active, OPTIONS.LINE, OPTIONS.CAUSAL, OPTIONS.BANDED)
+        run = load_run(line, OPTIONS)
+        is_active = (queries.row >= 0) & is_active_in(line, queries.slot)
+        seen = keys_seen(run, queries.position, is_active, OPTIONS)
         if OPTIONS.ZERO_PAD_KEYS:
             zero_pad_keys = run.extra
             has_zero_pad_keys = is_active & (tl.where(split == 0, zero_pad_keys, 0) > 0)
@@ -194,20 +149,15 @@ def forward_kernel(
         # Blocks that every row sees whole, then those that need a mask.
         for MASKED in tl.static_range(2):
             maximum, total, out = _attend_blocks(
-                query,
+                queries,
                 maximum,
                 total,
                 out,
                 keys,
                 run,
+                seen,
                 tl.maximum(num_full, from_block) if MASKED else from_block,
                 to_block if MASKED else tl.minimum(num_full, to_block),
-                start,
-                stop,
-                is_active,
-                dropout,
-                query_states,
-                terms,
                 scale_log2,
                 MASKED,
                 OPTIONS,
@@ -215,21 +165,21 @@ def forward_kernel(
         if OPTIONS.ROTATED:
             share = tl.where(share == 0, num_splits, share) - 1
         line += OPTIONS.LINE
+    row = queries.row
     if (BLOCK_D > 128 or OPTIONS.KEY_WIDTH.BLOCK_D > 128) and not (
         OPTIONS.CAUSAL or OPTIONS.BANDED
     ):  # if no mask needs their positions
         # Rows are loaded again: keeping them through the loops takes registers that the loops need. The barrier keeps
         # the compiler from merging the two loads.
         tl.debug_barrier()
-        row = rows_of(ORDER, kv_head, window, tile, num_queries, slot, BLOCK_ROWS // OPTIONS.PACK, OPTIONS)
-        is_row = row >= 0
-    num_heads = num_kv_heads * OPTIONS.RATIO
-    out_lines = ((split * batch_size + batch) * num_queries + row) * num_heads + head
+        row = query_rows(TILES.ORDER, tile, num_queries, OPTIONS)
+    out_lines = (split * batch_size + tile.batch) * num_queries + row
+    out_lines = out_lines * (num_kv_heads * OPTIONS.RATIO) + queries.head
     has_key = total != 0.0  # true for NaN: NaN or infinite inputs give NaN
     out = tl.where(has_key[:, None], out / tl.where(has_key, total, 1.0)[:, None], 0.0)
-    store_lines(OUT, out_lines * OPTIONS.VALUE_WIDTH.D, is_row, out, OPTIONS.VALUE_WIDTH)
+    store_lines(OUT, out_lines * OPTIONS.VALUE_WIDTH.D, row >= 0, out, OPTIONS.VALUE_WIDTH)
     lse = tl.where(has_key, (maximum + tl.log2(tl.where(has_key, total, 1.0))) * LN_2, float("-inf"))
-    tl.store(LSE + out_lines, lse, mask=is_row)
+    tl.store(LSE + out_lines, lse, mask=row >= 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -252,7 +202,7 @@ def merge_splits_kernel(
         highest = tl.maximum(highest, lse)
     reference = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros([BLOCK], tl.float32)
-    out = tl.zeros([BLOCK, WIDTH.BLOCK_D], tl.float32)
+    out = tl.full([BLOCK, WIDTH.BLOCK_D], 0.0, tl.float32)
     for split in range(num_splits):
         place = line + split * num_lines
         weight = tl.exp2((tl.load(PARTIAL_LSE + place, mask=is_line, other=float("-inf")) - reference) * LOG2_E)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,13 @@ from .order import order_kernel
 from .plan import KernelPlan, Walk, plan_of
 from .problem import Kind, Problem
 from .query_gradients import query_gradient_kernel
-from .runs import runs_kernel
+from .runs import Tables, runs_kernel
 from .table import COVERING_LENGTH
+from .tiles import CallOutputs, Operands, TileRuns
 from .tuning import fastest
 
 Strided = tuple[Tensor, int, int, int]
 """A tensor, and the strides of its sequences, rows and heads."""
-Operands = tuple[Tensor, tuple[Tensor, int, float], tuple[Any, ...] | None]
-"""The padding mask; the seed, threshold and factor of dropout; the terms of the scores, or None."""
 _EVERYTHING = (DilationGroup(COVERING_LENGTH, 1),)
 
 
@@ -60,7 +59,7 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
         return out, lse
     kernel = plan_of(problem).forward
     splits = kernel.num_splits if num_splits is None else num_splits
-    tensors, operands = _tensors(problem), _optional(problem, kernel.kind)
+    operands = _operands(problem, kernel.kind)
     with _on_device(query):
         order = _order_of(problem, kernel)
         parts = (out, lse)
@@ -69,10 +68,8 @@ def forward(problem: Problem, num_splits: int | None = None) -> tuple[Tensor, Te
 
         def launch(chosen: BlockSizes) -> None:
             walk = kernel.walk(chosen, splits)
-            tiles = order, *_runs_of(problem, kernel, walk, order)
-            before, after, keywords = walk.computing
-            numbers = (*before, problem.query_offset, *after)
-            forward_kernel.run(*tensors, *parts, tiles, *operands, *numbers, **keywords)
+            tiles = _runs_of(problem, kernel, walk, order)
+            walk.computing.run(forward_kernel, operands, *parts, tiles, offset=problem.query_offset)
 
         launch(fastest(kernel.choice, launch))
         if splits > 1:
@@ -124,8 +121,8 @@ def backward(
             grad.zero_()
         return grads
     plan = plan_of(problem)
-    tensors, optional, of_grad_out = _tensors(problem), _optional(problem, plan.kind), _strided(grad_out)
-    delta = torch.empty_like(lse)
+    operands = _operands(problem, plan.kind)
+    outputs = CallOutputs(out, _strided(grad_out), lse, torch.empty_like(lse))
     given = None if grad_lse is None else grad_lse.contiguous()
 
     with _on_device(problem.query):
@@ -134,24 +131,18 @@ def backward(
         order_of_keys = order if is_shared else _order_of(problem, plan.key_gradient)
 
         def launch_queries(chosen: BlockSizes) -> None:
-            kernel = plan.query_gradient
-            walk = kernel.walk(chosen)
-            tiles = order, *_runs_of(problem, kernel, walk, order)
-            before, after, keywords = walk.computing
-            rows = (out, of_grad_out, lse, given, delta, grads.query, added_to)
-            numbers = (*before, problem.query_offset, *after)
+            walk = plan.query_gradient.walk(chosen)
+            tiles = _runs_of(problem, plan.query_gradient, walk, order)
+            rows = given, grads.query, added_to
             if added_to is not None and problem.coordinates is None:
                 added_to.zero_()  # a launch that was timed has added to it
-            query_gradient_kernel.run(*tensors, *rows, tiles, *optional, *numbers, **keywords)
+            walk.computing.run(query_gradient_kernel, operands, outputs, *rows, tiles, offset=problem.query_offset)
 
         def launch_keys(chosen: BlockSizes) -> None:
-            kernel = plan.key_gradient
-            walk = kernel.walk(chosen)
-            tiles = order_of_keys, *_runs_of(problem, kernel, walk, order_of_keys)
-            before, after, keywords = walk.computing
-            rows = (of_grad_out, lse, delta, grads.key, grads.value, grads.key_bias)
-            numbers = (*before, problem.query_offset, *after)
-            key_gradient_kernel.run(*tensors, *rows, tiles, *optional, *numbers, **keywords)
+            walk = plan.key_gradient.walk(chosen)
+            tiles = _runs_of(problem, plan.key_gradient, walk, order_of_keys)
+            results = grads.key, grads.value, grads.key_bias
+            walk.computing.run(key_gradient_kernel, operands, outputs, *results, tiles, offset=problem.query_offset)
 
         launch_queries(fastest(plan.query_gradient.choice, launch_queries))
         launch_keys(fastest(plan.key_gradient.choice, launch_keys))
@@ -191,34 +182,27 @@ def _order_of(problem: Problem, kernel: KernelPlan) -> Tensor:
     table = kernel.table
     if not kernel.side.is_ordered:
         return table
-    before, after, keywords = kernel.order
     order = table.new_empty(*kernel.order_shape)
-    numbers = (*before, _offset(problem, kernel), *after)
-    order_kernel.run(order, table, _documents(problem), *numbers, **keywords)
+    kernel.order.run(order_kernel, order, table, _documents(problem), offset=_offset(problem, kernel))
     return order
 
 
-def _runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The runs of all tiles, and each tile's first line and number of lines.
+def _runs_of(problem: Problem, kernel: KernelPlan, walk: Walk, order: Tensor) -> TileRuns:
+    """The order, the runs of all tiles, and each tile's first line and number of lines.
 
-    int32 ``[heads, lines, integers of a run]`` and ``[heads, tiles, 2]``.
+    The last two are int32 ``[heads, lines, integers of a run]`` and ``[heads, tiles, 2]``.
     """
     table, rules = kernel.table, kernel.rules
     spans, lists = (table, table) if rules is None else (rules.spans, rules.lists)
-    before, after, keywords = walk.planning
-    runs, ranges = table.new_empty(*walk.runs), table.new_empty(*walk.ranges)
-    numbers = (*before, _offset(problem, kernel), *after)
-    runs_kernel.run(runs, ranges, order, table, spans, lists, _documents(problem), *numbers, **keywords)
-    return runs, ranges
+    tiles = TileRuns(order, table.new_empty(*walk.runs), table.new_empty(*walk.ranges))
+    tables = Tables(table, spans, lists, _documents(problem))
+    walk.planning.run(runs_kernel, tiles, tables, offset=_offset(problem, kernel))
+    return tiles
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Context in which launches are on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def _tensors(problem: Problem) -> tuple[Strided, Strided, Strided]:
-    return _strided(problem.query), _strided(problem.key), _strided(problem.value)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -240,8 +224,8 @@ def _documents(problem: Problem) -> Tensor:
     return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
 
 
-def _optional(problem: Problem, kind: Kind) -> Operands:
-    """The optional operands; any tensor stands for a mask and a seed that are not given."""
+def _operands(problem: Problem, kind: Kind) -> Operands:
+    """The operands; any tensor stands for a mask and a seed that are not given."""
     mask, seed = problem.key_padding_mask, problem.dropout_seed
     key_bias = problem.key_bias
     terms = (
@@ -249,7 +233,10 @@ def _optional(problem: Problem, kind: Kind) -> Operands:
         None if key_bias is None else (key_bias, *key_bias.stride()),
         *kind.cap,
     )
-    return (
+    return Operands(
+        _strided(problem.query),
+        _strided(problem.key),
+        _strided(problem.value),
         problem.query if mask is None else mask.contiguous().view(torch.uint8),
         (problem.query if seed is None else seed, *kind.dropout),
         terms if kind.has_terms else None,

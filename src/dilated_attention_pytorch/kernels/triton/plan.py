@@ -31,7 +31,7 @@ _MAX_SPLITS = 64
 
 
 class Launch(NamedTuple):
-    """Arguments of a launch: ``kernel.run(*tensors, *before, offset, *after, **keywords)``."""
+    """The arguments of a launch that are no tensors."""
 
     before: tuple[int, ...]
     """Numbers before the position of the first row of tiles or queries, which may lie on the device."""
@@ -39,6 +39,10 @@ class Launch(NamedTuple):
     """Numbers after it."""
     keywords: dict[str, Any]
     """The grid and the compile-time constants."""
+
+    def run(self, kernel: Any, *tensors: Any, offset: int | Tensor) -> None:
+        """Launch the kernel with the position of the first row of tiles or queries."""
+        kernel.run(*tensors, *self.before, offset, *self.after, **self.keywords)
 
 
 def launch_of(
@@ -183,6 +187,7 @@ class KernelPlan:
             BANDED=kind.is_banded,
             PADDED=kind.is_padded,
             DROPOUT=kind.dropout_p > 0.0,
+            TERMS=kind.has_terms,
             SOFTCAP=kind.softcap > 0.0,
             DISTANCE_BIAS=kind.has_distance_bias,
             COORDINATES=kind.has_coordinates,

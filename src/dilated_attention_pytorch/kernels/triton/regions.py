@@ -85,23 +85,13 @@ def regions_of(kind: Kind, rules: RuleTable | None, side: Side, tile_rows: int) 
 
 
 @triton.jit
-def first_line(
-    groups,
-    documents,
-    tile,
-    num_rows,
-    offset,
-    tiles_per_window,
-    per_tile,
-    per_document,
-    OPTIONS: tl.constexpr,
-):
+def first_line(groups, documents, regions, tile, num_rows, offset, tiles_per_window, OPTIONS: tl.constexpr):
     """First line of each tile's region; for the index past the last tile, the end of the last region."""
     row = tile // tiles_per_window * OPTIONS.WINDOW + tile % tiles_per_window * OPTIONS.TILE_ROWS
     position = tl.minimum(row, num_rows - 1) + offset
     document, begin, _end = document_of(position, documents, OPTIONS.PACKED)
     begin = tl.minimum(tl.maximum(begin, 0), position)
-    line = tile * per_tile + document * per_document
+    line = tile * regions.per_tile + document * regions.per_document
     for group in range(groups.number):
         length, _, _, shift = load_group(groups, group)
         line += begin // length + (position - begin + shift) // length - (offset + shift) // length

@@ -8,13 +8,13 @@ the largest ``t - p`` of a pair. Without a window, the only bound is that of the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from .problem import next_power_of_2
-from .regions import first_line
+from .regions import Regions, first_line
 from .rules import FAR, cut_of, first_span, load_list, load_span, within_band
 from .segments import (
     Documents,
@@ -28,7 +28,7 @@ from .segments import (
     num_zero_pad_keys,
     selected,
 )
-from .tiles import SIZES, rows_of
+from .tiles import SIZES, Tile, rows_of
 
 FIRST = tl.constexpr(0)
 RATE = tl.constexpr(1)
@@ -51,6 +51,29 @@ class Run(NamedTuple):
     """Of keys: number of those that every query of the run sees. Of queries: of those before every key of the tile."""
     extra: tl.tensor
     """Of keys: number of zero-padding keys to add. Of queries: index from which on they see every key of the tile."""
+    low: tl.tensor
+    """Smallest ``t - p`` of a pair; never read without a window in the pattern, like ``high``."""
+    high: tl.tensor
+
+
+class Seen(NamedTuple):
+    """The keys of a run that each query of a tile sees."""
+
+    is_active: tl.tensor
+    """Whether the query takes part in the run."""
+    start: tl.tensor
+    """Index of the first key in the run, ``FAR`` for a query that sees none."""
+    stop: tl.tensor
+    """One past the last, 0 for a query that sees none."""
+
+
+class Tables(NamedTuple):
+    """The tables of a pattern's groups and rules, and the boundaries of packed documents."""
+
+    GROUPS: Any
+    SPANS: Any
+    LISTS: Any
+    CU_SEQLENS: Any
 
 
 class PlanningOptions(NamedTuple):
@@ -81,13 +104,8 @@ def line_of(tile_rows: int, *, is_banded: bool) -> int:
 
 @triton.jit(do_not_specialize=SIZES)
 def runs_kernel(
-    RUNS,
-    RANGES,
-    ORDER,
-    GROUPS,
-    SPANS,
-    LISTS,
-    CU_SEQLENS,
+    TILES,
+    TABLES,
     num_rows,
     offset,
     num_others,
@@ -108,36 +126,27 @@ def runs_kernel(
     """``RUNS[kv_head, lines_per_head, :]``, and ``RANGES[kv_head, tile, :]``: a tile's first line, and number of lines.
 
     Tiles hold queries and runs hold keys, or, with ``OF_QUERIES``, vice versa. ``offset`` is the position of the first
-    row that tiles hold, or a pointer to it. ``OPTIONS`` is a :class:`PlanningOptions`.
+    row that tiles hold, or a pointer to it. ``TILES`` are :class:`.TileRuns`, ``TABLES`` :class:`Tables`, ``OPTIONS``
+    :class:`PlanningOptions`.
     """
     offset = first_position(offset, last_position - num_rows)
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    slot = tl.arange(0, OPTIONS.SLOTS)
-    window, tile_in_window = tile // tiles_per_window, tile % tiles_per_window
-    row = rows_of(ORDER, kv_head, window, tile_in_window, num_rows, slot, OPTIONS.TILE_ROWS, OPTIONS)
+    index, kv_head = tl.program_id(0), tl.program_id(1)
+    tile = Tile(0, kv_head, 0, index // tiles_per_window, index % tiles_per_window)
+    row = rows_of(TILES.ORDER, tile, num_rows, tl.arange(0, OPTIONS.SLOTS), OPTIONS.TILE_ROWS, OPTIONS)
     is_row = row >= 0
     position = tl.maximum(row, 0) + offset
-    documents = Documents(CU_SEQLENS, num_documents, search_steps, last_position)
-    groups = Groups(GROUPS, num_groups, kv_head, num_kv_heads)
+    documents = Documents(TABLES.CU_SEQLENS, num_documents, search_steps, last_position)
+    groups = Groups(TABLES.GROUPS, num_groups, kv_head, num_kv_heads)
     begin, end = document_bounds(position, documents, OPTIONS.PACKED)
     # Invalid boundaries may leave rows outside of every document: they see nothing.
     is_inside = is_row & (position >= begin) & (position < end)
-    ends = first_line(
-        groups,
-        documents,
-        tile + tl.arange(0, 2),
-        num_rows,
-        offset,
-        tiles_per_window,
-        per_tile,
-        per_document,
-        OPTIONS,
-    )
+    regions = Regions(per_tile, per_document, lines_per_head)
+    ends = first_line(groups, documents, regions, index + tl.arange(0, 2), num_rows, offset, tiles_per_window, OPTIONS)
     first_run = tl.min(ends)
     # At least the number of runs; the bound keeps memory safe from invalid boundaries.
     room = tl.max(ends) - first_run
-    table = RUNS + (kv_head.to(tl.int64) * lines_per_head + first_run) * OPTIONS.LINE
-    num_runs = tile * 0
+    table = TILES.RUNS + (kv_head.to(tl.int64) * lines_per_head + first_run) * OPTIONS.LINE
+    num_runs = index * 0
     low, high = num_runs - FAR, num_runs + FAR
     if OPTIONS.CAUSAL:
         high = num_runs
@@ -174,8 +183,8 @@ def runs_kernel(
                     edge = count_up_to(earliest, first, rate, count)
                     count = count_up_to(latest, first, rate, count)
             if (latest >= 0) & (count + extra > edge * OPTIONS.OF_QUERIES) & (num_runs < room):
-                run = Run(first, rate, count, edge, extra)
-                num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
+                run = Run(first, rate, count, edge, extra, low, high)
+                num_runs = _append(table, num_runs, run, is_active, OPTIONS)
             cursor = tl.maximum(its_stop, cursor + 1)
     if OPTIONS.RULES:
         for rule in range(num_rules):
@@ -183,9 +192,9 @@ def runs_kernel(
                 table,
                 num_runs,
                 room,
-                SPANS,
+                TABLES.SPANS,
                 span_steps,
-                load_list(LISTS, rule, kv_head, num_kv_heads),
+                load_list(TABLES.LISTS, rule, kv_head, num_kv_heads),
                 documents,
                 position,
                 is_inside,
@@ -193,13 +202,13 @@ def runs_kernel(
                 others_offset,
                 OPTIONS,
             )
-    place = RANGES + (kv_head * tl.num_programs(0) + tile) * 2
+    place = TILES.RANGES + (kv_head * tl.num_programs(0) + index) * 2
     tl.store(place, first_run)
     tl.store(place + 1, num_runs)
 
 
 @triton.jit
-def _append(table, num_runs, run, is_active, low, high, OPTIONS: tl.constexpr):
+def _append(table, num_runs, run, is_active, OPTIONS: tl.constexpr):
     """Append a run to the tile's ``num_runs``; return the new number."""
     line = table + num_runs * OPTIONS.LINE
     tl.store(line + FIRST, run.first)
@@ -210,8 +219,8 @@ def _append(table, num_runs, run, is_active, low, high, OPTIONS: tl.constexpr):
     bits = tl.reshape(is_active.to(tl.int32) << (tl.arange(0, OPTIONS.SLOTS) % 32), [OPTIONS.SLOTS // 32, 32])
     tl.store(line + BITS + tl.arange(0, OPTIONS.SLOTS // 32), tl.sum(bits, 1))
     if OPTIONS.BANDED:
-        tl.store(line + OPTIONS.LINE - 2, low)
-        tl.store(line + OPTIONS.LINE - 1, high)
+        tl.store(line + OPTIONS.LINE - 2, run.low)
+        tl.store(line + OPTIONS.LINE - 1, run.high)
     return num_runs + 1
 
 
@@ -259,11 +268,12 @@ def _append_rule(
                     some_first, some_stop, all_first, all_stop, latest - earliest, is_mixed, OPTIONS.OF_QUERIES
                 )
                 if (cut > some_first) & (num_runs < room):
-                    run = Run(some_first + begin, 1, cut - some_first, 0, extra)
-                    num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
+                    run = Run(some_first + begin, 1, cut - some_first, 0, extra, low, high)
+                    num_runs = _append(table, num_runs, run, is_active, OPTIONS)
                 if (some_stop > cut) & (num_runs < room):
-                    run = Run(cut + begin, 1, some_stop - cut, edge, (some_stop - cut) * OPTIONS.OF_QUERIES)
-                    num_runs = _append(table, num_runs, run, is_active, low, high, OPTIONS)
+                    extra = (some_stop - cut) * OPTIONS.OF_QUERIES
+                    run = Run(cut + begin, 1, some_stop - cut, edge, extra, low, high)
+                    num_runs = _append(table, num_runs, run, is_active, OPTIONS)
             span += 1
             start, stop, first_other, stop_other = load_span(SPANS, span, list_stop)
         cursor = tl.min(tl.where(is_inside & (position >= end), position, FAR))
@@ -271,15 +281,14 @@ def _append_rule(
 
 
 @triton.jit
-def load_run(line):
+def load_run(line, OPTIONS: tl.constexpr):
     """The :class:`Run` in a line."""
-    return Run(
-        tl.load(line + FIRST),
-        tl.load(line + RATE),
-        tl.load(line + COUNT),
-        tl.load(line + EDGE),
-        tl.load(line + EXTRA),
-    )
+    first, rate, count = tl.load(line + FIRST), tl.load(line + RATE), tl.load(line + COUNT)
+    edge, extra = tl.load(line + EDGE), tl.load(line + EXTRA)
+    low, high = edge, extra
+    if OPTIONS.BANDED:
+        low, high = tl.load(line + OPTIONS.LINE - 2), tl.load(line + OPTIONS.LINE - 1)
+    return Run(first, rate, count, edge, extra, low, high)
 
 
 @triton.jit
@@ -289,36 +298,27 @@ def is_active_in(line, slot):
 
 
 @triton.jit
-def load_band(line, LINE: tl.constexpr, BANDED: tl.constexpr):
-    """Smallest and largest ``t - p`` of a pair of the run; a line has ``LINE`` integers."""
-    if BANDED:
-        return tl.load(line + LINE - 2), tl.load(line + LINE - 1)
-    return 0, 0
-
-
-@triton.jit
-def is_in_band(key_position, query_position, low, high, BANDED: tl.constexpr):
+def is_in_band(key_position, query_position, run, OPTIONS: tl.constexpr):
     """Whether the run's mask keeps a pair; without a window in the pattern, this is the causal mask."""
-    if BANDED:
+    if OPTIONS.BANDED:
         distance = key_position - query_position
-        return (distance >= low) & (distance <= high)
+        return (distance >= run.low) & (distance <= run.high)
     return key_position <= query_position
 
 
 @triton.jit
-def keys_seen(line, position, is_active, LINE: tl.constexpr, CAUSAL: tl.constexpr, BANDED: tl.constexpr):
-    """The keys of a run that :func:`is_in_band` keeps for each row: the first, and one past the last.
+def keys_seen(run, position, is_active, OPTIONS: tl.constexpr):
+    """The keys of a run that :func:`is_in_band` keeps for each query.
 
-    Both are indices into the run; ``FAR`` and 0 if a row sees none, because it takes no part or its band contains none.
     Differences are taken first: a position plus an unbounded distance would overflow 32 bits.
     """
-    first, rate, count, _full, _zero_pad_keys = load_run(line)
-    low, high = load_band(line, LINE, BANDED)
-    start, stop = count * 0, tl.where(is_active, count, 0)
-    if CAUSAL or BANDED:
-        last = first + (count - 1) * rate
-        stop = count_up_to(position + tl.minimum(last - position, high), first, rate, stop)
-    if BANDED:
-        start = count_up_to(position + tl.maximum(first - position, low) - 1, first, rate, count)
+    start, stop = run.count * 0, tl.where(is_active, run.count, 0)
+    high = run.high if OPTIONS.BANDED else 0
+    if OPTIONS.CAUSAL or OPTIONS.BANDED:
+        last = run.first + (run.count - 1) * run.rate
+        stop = count_up_to(position + tl.minimum(last - position, high), run.first, run.rate, stop)
+    if OPTIONS.BANDED:
+        first_seen = position + tl.maximum(run.first - position, run.low)
+        start = count_up_to(first_seen - 1, run.first, run.rate, run.count)
     sees_some = start < stop
-    return tl.where(sees_some, start, FAR), tl.where(sees_some, stop, 0)
+    return Seen(is_active, tl.where(sees_some, start, FAR), tl.where(sees_some, stop, 0))

@@ -52,7 +52,7 @@ def coordinates_at(AXES, row, is_row):
 
 
 @triton.jit
-def terms_of_queries(TERMS, batch, kv_head, head, row, ahead, num_queries, num_keys, OPTIONS: tl.constexpr):
+def terms_of_queries(TERMS, tile, head, row, slabs, OPTIONS: tl.constexpr):
     """The :class:`TileTerms` of a tile of query rows; ``head`` is the query head of each.
 
     Coordinates are those of key rows: query row i has the position of key row ``i + ahead``.
@@ -60,42 +60,43 @@ def terms_of_queries(TERMS, batch, kv_head, head, row, ahead, num_queries, num_k
     DISTANCE_BIAS, COORDINATES, KEY_BIAS, factor, softcap = TERMS
     diagonal, coordinates, key_bias = row, row, row
     if OPTIONS.COORDINATES:
-        KEYS = COORDINATES + batch * 2 * num_keys
-        AXES = KEYS, KEYS + num_keys
+        KEYS, ahead = COORDINATES + tile.batch * 2 * slabs.num_keys, slabs.query_offset - slabs.key_offset
+        AXES = KEYS, KEYS + slabs.num_keys
         coordinates = Coordinates(coordinates_at(AXES, row + ahead, row >= 0), AXES, tl.load(DISTANCE_BIAS + head))
     elif OPTIONS.DISTANCE_BIAS:
         # Slots without a row get the indices of row 0, which exist.
-        diagonal = head.to(tl.int64) * (num_queries + num_keys - 1) + num_queries - 1 - tl.maximum(row, 0)
+        first = head.to(tl.int64) * (slabs.num_queries + slabs.num_keys - 1)
+        diagonal = first + slabs.num_queries - 1 - tl.maximum(row, 0)
     if OPTIONS.KEY_BIAS:
-        key_bias = head_of(KEY_BIAS, batch, kv_head)
+        key_bias = head_of(KEY_BIAS, tile.batch, tile.kv_head)
     return TileTerms(DISTANCE_BIAS, diagonal, coordinates, key_bias, factor, softcap)
 
 
 @triton.jit
-def terms_of_keys(TERMS, batch, kv_head, row, ahead, num_queries, num_keys, OPTIONS: tl.constexpr):
+def terms_of_keys(TERMS, tile, row, slabs, OPTIONS: tl.constexpr):
     """The :class:`TileTerms` of a tile of key rows; ``ahead`` as for :func:`terms_of_queries`."""
     DISTANCE_BIAS, COORDINATES, KEY_BIAS, factor, softcap = TERMS
     diagonal, coordinates, key_bias = row, row, row
     if OPTIONS.COORDINATES:
-        KEYS = COORDINATES + batch * 2 * num_keys
-        own = coordinates_at((KEYS, KEYS + num_keys), row, row >= 0)
-        coordinates = Coordinates(own, (KEYS + ahead, KEYS + num_keys + ahead), factor)
+        KEYS, ahead = COORDINATES + tile.batch * 2 * slabs.num_keys, slabs.query_offset - slabs.key_offset
+        own = coordinates_at((KEYS, KEYS + slabs.num_keys), row, row >= 0)
+        coordinates = Coordinates(own, (KEYS + ahead, KEYS + slabs.num_keys + ahead), factor)
     elif OPTIONS.DISTANCE_BIAS:
-        diagonal = tl.maximum(row, 0).to(tl.int64) + num_queries - 1
+        diagonal = tl.maximum(row, 0).to(tl.int64) + slabs.num_queries - 1
     if OPTIONS.KEY_BIAS:
-        BASE, lines = lines_at(KEY_BIAS, batch, row, kv_head)
+        BASE, lines = lines_at(KEY_BIAS, tile.batch, row, tile.kv_head)
         key_bias = tl.load(BASE + lines, mask=row >= 0, other=0.0)
     return TileTerms(DISTANCE_BIAS, diagonal, coordinates, key_bias, factor, softcap)
 
 
 @triton.jit
-def bias_of_head(TERMS, head, num_queries, num_keys, OPTIONS: tl.constexpr):
+def bias_of_head(TERMS, head, slabs, OPTIONS: tl.constexpr):
     """Index in ``DISTANCE_BIAS`` where a head's begin; with coordinates, the head's bias of a distance of 1."""
     of_head = head
     if OPTIONS.COORDINATES:
         of_head = tl.load(TERMS[0] + head)
     elif OPTIONS.DISTANCE_BIAS:
-        of_head = head * (num_queries + num_keys - 1)
+        of_head = head * (slabs.num_queries + slabs.num_keys - 1)
     return of_head
 
 

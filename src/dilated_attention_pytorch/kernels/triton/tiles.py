@@ -11,8 +11,9 @@ from dilated_attention_pytorch.kernels.select import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
 # Integers that change from call to call: a kernel is not recompiled when one of them is 1 or a multiple of 16. This
-# holds for arguments only: Triton specializes the integers of a tuple, whatever the kernel asks for: strides, which are
-# multiples of 16 in most calls, and the threshold of dropout, which does not change in a run.
+# holds for arguments only: Triton specializes the integers of a tuple, whatever the kernel asks for. So kernels take
+# these numbers one by one and group them for the functions that they call; the tuples that they are launched with hold
+# tensors, strides, which are multiples of 16 in most calls, and numbers that do not change in a run.
 SIZES = [
     "batch_size",
     "heads_per_span",
@@ -84,6 +85,8 @@ class ComputingOptions(NamedTuple):
     """Whether distances are bounded differently from the causal mask."""
     PADDED: bool
     DROPOUT: bool
+    TERMS: bool
+    """Whether scores are more than scaled products."""
     SOFTCAP: bool
     DISTANCE_BIAS: bool
     COORDINATES: bool
@@ -92,6 +95,70 @@ class ComputingOptions(NamedTuple):
     ZERO_PAD_KEYS: bool
     ROTATED: bool
     """Whether the shares of splits move on with every run."""
+
+
+class Operands(NamedTuple):
+    """The operands of a call: tensors when a kernel is launched, pointers in it."""
+
+    QUERY: Any
+    """With the strides of sequences, rows and heads, like ``KEY`` and ``VALUE``."""
+    KEY: Any
+    VALUE: Any
+    PADDING: Any
+    DROPOUT: Any
+    """The seed, the threshold and the factor of dropout."""
+    TERMS: Any
+    """None, or what :mod:`.terms` reads."""
+
+
+class CallOutputs(NamedTuple):
+    """The outputs of a call, the gradients of the output, and what the backward computes first: the deltas."""
+
+    OUT: Any
+    GRAD_OUT: Any
+    """With strides."""
+    LSE: Any
+    DELTA: Any
+
+
+class TileRuns(NamedTuple):
+    """The rows of the tiles in order, the runs that tiles walk over, and each tile's first run and number of runs."""
+
+    ORDER: Any
+    RUNS: Any
+    RANGES: Any
+
+
+class Slabs(NamedTuple):
+    """The rows of queries and keys."""
+
+    batch_size: tl.tensor
+    num_queries: tl.tensor
+    num_keys: tl.tensor
+    num_kv_heads: tl.tensor
+    query_offset: tl.tensor
+    """Position of the first query."""
+    key_offset: tl.tensor
+
+
+class Layout(NamedTuple):
+    """The order of the tiles, and the size of the table of their runs."""
+
+    num_spans: tl.tensor
+    heads_per_span: tl.tensor
+    windows_per_span: tl.tensor
+    tiles_per_window: tl.tensor
+    lines_per_head: tl.tensor
+
+
+class Tile(NamedTuple):
+    """The place of a tile: its sequence, key/value head, block of query heads, window, and number in the window."""
+
+    batch: tl.tensor
+    kv_head: tl.tensor
+    head_block: tl.tensor
+    window: tl.tensor
+    number: tl.tensor
 
 
 class Keys(NamedTuple):
@@ -106,65 +173,47 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def tile_of(
-    index,
-    num_heads,
-    num_kv_heads,
-    num_spans,
-    heads_per_span,
-    windows_per_span,
-    tiles_per_window,
-    HEAD_BLOCKS: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
-):
-    """Sequence, key/value head, block of query heads, window and tile in the window of the ``index``-th tile.
+def tile_of(index, slabs, layout, HEAD_BLOCKS: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The ``index``-th :class:`Tile`.
 
-    ``num_heads`` counts the key/value heads of all sequences. A span, some windows of some heads, is finished before
-    the next begins, so that its keys and values stay in the device's cache; within a span, the first tiles of all
-    windows come first, as they see most. Under a causal mask later rows see most: ``LAST_FIRST`` begins with them.
+    A span, some windows of some heads, is finished before the next begins, so that its keys and values stay in the
+    device's cache; within a span, the first tiles of all windows come first, as they see most. Under a causal mask
+    later rows see most: ``LAST_FIRST`` begins with them.
     """
+    _, heads_per_span, windows_per_span, tiles_per_window, _ = layout
     outer, inner = index // HEAD_BLOCKS, index % HEAD_BLOCKS
     head_block = inner
     per_span = heads_per_span * windows_per_span * tiles_per_window
     outer, inner = outer // per_span, outer % per_span
-    tile, inner = inner // (heads_per_span * windows_per_span), inner % (heads_per_span * windows_per_span)
-    spans_of_heads = num_heads // heads_per_span
+    number, inner = inner // (heads_per_span * windows_per_span), inner % (heads_per_span * windows_per_span)
+    spans_of_heads = slabs.batch_size * slabs.num_kv_heads // heads_per_span
     head = outer % spans_of_heads * heads_per_span + inner // windows_per_span
     window = outer // spans_of_heads * windows_per_span + inner % windows_per_span
     if LAST_FIRST:
-        window = num_spans * windows_per_span - 1 - window
-    return head // num_kv_heads, head % num_kv_heads, head_block, window, tile
+        window = layout.num_spans * windows_per_span - 1 - window
+    return Tile((head // slabs.num_kv_heads).to(tl.int64), head % slabs.num_kv_heads, head_block, window, number)
 
 
 @triton.jit
-def lines_of(
-    RUNS,
-    RANGES,
-    kv_head,
-    window,
-    tile,
-    num_rows,
-    tiles_per_window,
-    lines_per_head,
-    OPTIONS: tl.constexpr,
-):
+def lines_of(TILES, tile, num_rows, layout, OPTIONS: tl.constexpr):
     """Line of a tile's first run, and number of runs; no runs if a span extends past the last window."""
     num_windows = (num_rows + OPTIONS.WINDOW - 1) // OPTIONS.WINDOW
-    range_of_tile = RANGES + ((kv_head * num_windows + window) * tiles_per_window + tile) * 2
-    first = tl.load(range_of_tile, mask=window < num_windows, other=0)
-    line = RUNS + (kv_head.to(tl.int64) * lines_per_head + first) * OPTIONS.LINE
-    return line, tl.load(range_of_tile + 1, mask=window < num_windows, other=0)
+    index = (tile.kv_head * num_windows + tile.window) * layout.tiles_per_window + tile.number
+    range_of_tile = TILES.RANGES + index * 2
+    first = tl.load(range_of_tile, mask=tile.window < num_windows, other=0)
+    line = TILES.RUNS + (tile.kv_head.to(tl.int64) * layout.lines_per_head + first) * OPTIONS.LINE
+    return line, tl.load(range_of_tile + 1, mask=tile.window < num_windows, other=0)
 
 
 @triton.jit
-def rows_of(ORDER, kv_head, window, tile, num_rows, slot, TILE_ROWS: tl.constexpr, OPTIONS: tl.constexpr):
+def rows_of(ORDER, tile, num_rows, slot, TILE_ROWS: tl.constexpr, OPTIONS: tl.constexpr):
     """The row in each slot of a tile of ``TILE_ROWS`` rows; -1 in slots without one."""
-    index = tile * TILE_ROWS + slot
-    row = window * OPTIONS.WINDOW + index
+    index = tile.number * TILE_ROWS + slot
+    row = tile.window * OPTIONS.WINDOW + index
     is_row = (slot < TILE_ROWS) & (index < OPTIONS.WINDOW) & (row < num_rows)
     if OPTIONS.ORDERED:
         num_windows = (num_rows + OPTIONS.WINDOW - 1) // OPTIONS.WINDOW
-        line = ORDER + (kv_head * num_windows + window).to(tl.int64) * OPTIONS.WINDOW
+        line = ORDER + (tile.kv_head * num_windows + tile.window).to(tl.int64) * OPTIONS.WINDOW
         row = tl.load(line + index, mask=is_row, other=-1)
     return tl.where(is_row, row, -1)
 
@@ -185,9 +234,9 @@ def lines_at(STRIDED, batch, row, head):
 
 
 @triton.jit
-def load_rows(lines, is_row, WIDTH: tl.constexpr):
-    """``[rows, BLOCK_D]``: the lines at a pointer and offsets; missing rows, and columns from D on, are 0."""
-    BASE, line_offset = lines
+def load_rows(STRIDED, tile, row, head, is_row, WIDTH: tl.constexpr):
+    """``[rows, BLOCK_D]`` of a tile's sequence; missing rows, and columns from D on, are 0."""
+    BASE, line_offset = lines_at(STRIDED, tile.batch, row, head)
     return load_lines(BASE, line_offset, is_row, WIDTH)
 
 
@@ -199,9 +248,10 @@ def head_of(STRIDED, batch, head):
 
 
 @triton.jit
-def keys_of(KEY, VALUE, PADDING, batch, kv_head, num_keys, key_offset):
-    """The :class:`Keys` of a head."""
-    return Keys(head_of(KEY, batch, kv_head), head_of(VALUE, batch, kv_head), PADDING + batch * num_keys, key_offset)
+def keys_of(OPERANDS, tile, slabs):
+    """The :class:`Keys` of a tile's head."""
+    KEY, VALUE = head_of(OPERANDS.KEY, tile.batch, tile.kv_head), head_of(OPERANDS.VALUE, tile.batch, tile.kv_head)
+    return Keys(KEY, VALUE, OPERANDS.PADDING + tile.batch * slabs.num_keys, slabs.key_offset)
 
 
 @triton.jit
@@ -254,22 +304,6 @@ def is_seen_key(index, count, first_row, rate, PADDING, PADDED: tl.constexpr):
     if PADDED:
         is_key = is_key & (tl.load(PADDING + first_row + index * rate, mask=is_key, other=1) == 0)
     return is_key
-
-
-@triton.jit
-def kept_within(values, other, first, column, start, stop, HAS_START: tl.constexpr):
-    """The columns of a block before each line's ``stop``, and from ``start`` on; ``other`` elsewhere.
-
-    ``values`` is ``[lines, columns]``. Bounds and ``first``, the block's first row, are indices into a run, ``column``
-    is an index into the block. A thread of a matrix product has the columns ``8 j + c`` and ``8 j + c + 1`` of its
-    lines, with its own c. The terms that depend on c are compared with ``8 j``, which is part of an instruction:
-    columns in registers would be too many for the loops.
-    """
-    eights, rest = (column // 8 * 8)[None, :], (first + column % 8)[None, :]
-    values = tl.where(eights < stop[:, None] - rest, values, other)
-    if HAS_START:
-        values = tl.where(eights < start[:, None] - rest, other, values)
-    return values
 
 
 @triton.jit
