@@ -1,8 +1,9 @@
 """Machine code of compute capability 9.0, checked on every path for two faults of compilers.
 
 A WGMMA runs on after its instruction was issued, until its warpgroup waits for it. Until then, its operand A in
-registers must not be written, and after that, shared memory that it read must not be written before a barrier of all
-warpgroups: another warpgroup's product may still read it.
+registers must not be written. After that, nothing is copied into the shared memory that it read before a barrier of all
+warpgroups: another warpgroup's product may still read it. Copies are those that are pipelined. Other stores are not
+searched: they also store what no product reads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ _REGISTER = re.compile(r"R(\d+)(\.reuse)?")
 # The first operand of these is not a register that they write.
 _WRITE_NO_REGISTER = {"BAR", "BRA", "CALL", "DSETP", "EXIT", "FCHK", "FSETP", "HGMMA", "HSETP2", "ISETP", "NANOSLEEP"}
 _WRITE_NO_REGISTER |= {"R2P", "RET", "WARPSYNC"}
-_SHARED_STORES = {"LDGSTS", "STS", "STSM"}
 _REGISTERS_OF_A = 4
 _MOST_GROUPS = 8
 """Groups that are told apart, the oldest ones together: a wait leaves 7 pending at most."""
@@ -89,7 +89,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def violations(text: str, num_warps: int) -> list[str]:
-    """A sentence for every write to a register or to shared memory that a pending product may still read."""
+    """A sentence for every register written, and every copy to shared memory, that a product may still read."""
     instructions, labels = _parsed(text)
     pending = {0: Pending()}
     queue = [0]
@@ -108,10 +108,10 @@ def violations(text: str, num_warps: int) -> list[str]:
         for register, product in before.issued.union(*before.groups):
             if register in written:
                 found.add(f"R{register} of the HGMMA at {product} is written at {instruction.address}, before its wait")
-        if num_warps > 4 and instruction.opcode in _SHARED_STORES:
+        if num_warps > 4 and instruction.opcode == "LDGSTS":
             for product in before.finished:
                 found.add(
-                    f"shared memory is written at {instruction.address}, with no barrier since the HGMMA at {product}"
+                    f"shared memory is copied to at {instruction.address}, with no barrier since the HGMMA at {product}"
                 )
     return sorted(found)
 

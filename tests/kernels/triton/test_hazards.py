@@ -92,11 +92,11 @@ def test_a_wait_covers_the_older_groups_on_every_path() -> None:
     assert len(violations(text.replace("@P0 BRA `(.L_x_1)", "NOP").replace("0x1", "0x2"), num_warps=4)) == 1
 
 
-def test_shared_memory_is_written_after_a_barrier_of_all_warpgroups() -> None:
+def test_shared_memory_is_copied_to_after_a_barrier_of_all_warpgroups() -> None:
     without = SAFE.replace("BAR.SYNC.DEFER_BLOCKING 0x0", "NOP")
     assert violations(without, num_warps=4) == []  # one warpgroup
     assert violations(without, num_warps=8) == [
-        f"shared memory is written at 0070, with no barrier since the HGMMA at {product}"
+        f"shared memory is copied to at 0070, with no barrier since the HGMMA at {product}"
         for product in ("0030", "0040")
     ]
 
