@@ -71,8 +71,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels/products.py",
-        "torch.div(torch.bmm(scores",
-        "torch.mul(torch.bmm(scores",
+        ".div_(total))",
+        ".mul_(total))",
         "tests/kernels/test_products.py",
     ),
     Mutant("kernels/products.py", "grad_scores *= kept", "grad_scores *= 1.0", "tests/kernels/test_products.py"),
