@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +17,12 @@ from dilated_attention_pytorch.kernels import compilation, cpu_choice, measured_
 from dilated_attention_pytorch.kernels.measured_choice import MeasuredChoice, Routine
 from dilated_attention_pytorch.ops import Scores, attend_blocks, implementation
 from support.operators import implementations_run
+from support.routines import RESULT, failing, taking
 
 NO_KERNELS = compilation.refusal_to_load()
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PATTERN = DilatedPattern([16, 64], [1, 4])
-RESULT = torch.tensor([1.0, -2.0, 3.0])
 SLOW, FAST = 0.02, 0.001
 
 
@@ -39,18 +38,6 @@ def _measured_by_this_test(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> 
 def forget() -> None:
     cpu_choice.cpu_choice.cache_clear()
     select._CHOSEN.clear()
-
-
-def taking(seconds: float, result: Tensor = RESULT) -> Routine:
-    def call() -> tuple[Tensor, ...]:
-        time.sleep(seconds)
-        return (result,)
-
-    return call
-
-
-def failing() -> tuple[Tensor, ...]:
-    raise RuntimeError("could not create a primitive\nin a file")
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, native: Routine, aten: Routine) -> list[torch.dtype]:

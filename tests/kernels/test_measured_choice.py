@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import re
-import time
 from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
@@ -19,26 +18,14 @@ from torch import Tensor
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.kernels import measured_choice as module
 from dilated_attention_pytorch.kernels.measured_choice import MeasuredChoice, Routine, measured_choice
+from support.routines import RESULT, failing, taking
 
-RESULT = torch.tensor([1.0, -2.0, 3.0])
 SLOW, FAST = 0.02, 0.001
 
 
 @pytest.fixture(autouse=True)
 def _short_and_of_this_test(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SECONDS", 0.0)
-
-
-def taking(seconds: float, result: Tensor = RESULT) -> Routine:
-    def call() -> tuple[Tensor, ...]:
-        time.sleep(seconds)
-        return (result,)
-
-    return call
-
-
-def failing() -> tuple[Tensor, ...]:
-    raise RuntimeError("could not create a primitive")
 
 
 def chosen(usual: Routine, other: Routine, subject: str = "test", threads: int = 1) -> MeasuredChoice:

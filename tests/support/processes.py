@@ -57,6 +57,15 @@ def run_whole(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def in_triton(*command: str) -> str:
+    """Output of a Python program in which Triton compiles, with the warnings as errors."""
+    variables = environment(TRITON_INTERPRET="0")
+    command = (sys.executable, "-W", "error", *command)
+    done = subprocess.run(command, cwd=TESTS, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class Fork(NamedTuple):
     """A process that was forked from this one, and what it writes."""
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dilated_attention_pytorch.kernels import triton as kernels
 from dilated_attention_pytorch.kernels.triton.target import triton_version
+from support.processes import in_triton
 
-TESTS = Path(__file__).parents[2]
 SHARED_KIB = {
     "sm_80": 163,
     "sm_86": 99,
@@ -45,20 +42,6 @@ for length in range(1, 41):
     problem = Problem(q, q, q, groups, True, 0.1, length, length, bounds, None, seed, 0.1, rules=rules)
     print(*specializations(problem), sep="\\n")
 """
-
-
-def in_triton(*command: str) -> str:
-    """Output of a Python program in which Triton compiles."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *command],
-        cwd=TESTS,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,32 +6,18 @@ What is compiled for the device of most users is checked in :mod:`.test_compiled
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dilated_attention_pytorch.kernels.triton.target import ptxas_version
 from support.machine_code import violations
-
-TESTS = Path(__file__).parents[2]
+from support.processes import in_triton
 
 
 def _printed(*program: str) -> list[Any]:
     """The lines of JSON that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", *program],
-        cwd=TESTS,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in in_triton("-m", *program).splitlines()]
 
 
 LOOP = """
