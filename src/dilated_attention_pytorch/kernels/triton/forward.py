@@ -15,8 +15,8 @@ from .runs import is_active_in, keys_seen, load_run
 from .segments import first_position
 from .tiles import (
     SIZES,
+    CallRows,
     Layout,
-    Slabs,
     is_seen_key,
     keys_of,
     lines_of,
@@ -110,14 +110,14 @@ def forward_kernel(
     """``OUT[splits, B, N, H, Dv]`` and ``LSE[splits, B, N, H]``; each split computes its share of every run's keys.
 
     A run of few blocks has no share for most splits: with ``ROTATED``, the shares move on by one split with every run.
-    ``query_offset`` is the position of the first query, or a pointer to it. ``OPERANDS`` are :class:`.Operands`,
+    ``query_offset`` is the position of the first query, or a pointer to it. ``OPERANDS`` are :class:`.CallOperands`,
     ``TILES`` :class:`.TileRuns`, ``OPTIONS`` :class:`.ComputingOptions`.
     """
     BLOCK_D: tl.constexpr = OPTIONS.VALUE_WIDTH.BLOCK_D
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     first_query = first_position(query_offset, key_offset + num_keys - num_queries)
-    slabs = Slabs(batch_size, num_queries, num_keys, num_kv_heads, first_query, key_offset)
+    slabs = CallRows(batch_size, num_queries, num_keys, num_kv_heads, first_query, key_offset)
     layout = Layout(num_spans, heads_per_span, windows_per_span, tiles_per_window, lines_per_head)
     split = tl.program_id(0) % num_splits
     tile = tile_of(

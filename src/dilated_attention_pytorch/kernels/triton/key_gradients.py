@@ -16,8 +16,8 @@ from .runs import is_active_in, is_in_band, load_run
 from .terms import TileTerms, bias_of_head, biased_by_queries, scaled, terms_of_keys
 from .tiles import (
     SIZES,
+    CallRows,
     Layout,
-    Slabs,
     head_of,
     lines_of,
     load_block,
@@ -155,7 +155,7 @@ def key_gradient_kernel(
     """
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     scale, scale_log2 = scales
-    slabs = Slabs(batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset)
+    slabs = CallRows(batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset)
     layout = Layout(num_spans, heads_per_span, windows_per_span, tiles_per_window, lines_per_head)
     tile = tile_of(tl.program_id(0), slabs, layout, 1, LAST_FIRST=False)
     slot = tl.arange(0, BLOCK_ROWS)

@@ -25,7 +25,7 @@ from .problem import Kind, Problem
 from .query_gradients import query_gradient_kernel
 from .runs import Tables, runs_kernel
 from .table import COVERING_LENGTH
-from .tiles import CallOutputs, Operands, TileRuns
+from .tiles import CallOperands, CallOutputs, TileRuns
 from .tuning import fastest
 
 Strided = tuple[Tensor, int, int, int]
@@ -224,7 +224,7 @@ def _documents(problem: Problem) -> Tensor:
     return problem.query if problem.cu_seqlens is None else problem.cu_seqlens
 
 
-def _operands(problem: Problem, kind: Kind) -> Operands:
+def _operands(problem: Problem, kind: Kind) -> CallOperands:
     """The operands; any tensor stands for a mask and a seed that are not given."""
     mask, seed = problem.key_padding_mask, problem.dropout_seed
     key_bias = problem.key_bias
@@ -233,7 +233,7 @@ def _operands(problem: Problem, kind: Kind) -> Operands:
         None if key_bias is None else (key_bias, *key_bias.stride()),
         *kind.cap,
     )
-    return Operands(
+    return CallOperands(
         _strided(problem.query),
         _strided(problem.key),
         _strided(problem.value),

@@ -18,8 +18,8 @@ from .runs import is_active_in, keys_seen, load_run
 from .terms import add_to_diagonals, distances_to
 from .tiles import (
     SIZES,
+    CallRows,
     Layout,
-    Slabs,
     is_seen_key,
     keys_of,
     lines_of,
@@ -128,7 +128,7 @@ def query_gradient_kernel(
     BLOCK_ROWS: tl.constexpr = OPTIONS.BLOCK_ROWS
     BLOCK_RUN: tl.constexpr = OPTIONS.BLOCK_RUN
     scale, scale_log2 = scales
-    slabs = Slabs(batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset)
+    slabs = CallRows(batch_size, num_queries, num_keys, num_kv_heads, query_offset, key_offset)
     layout = Layout(num_spans, heads_per_span, windows_per_span, tiles_per_window, lines_per_head)
     tile = tile_of(tl.program_id(0), slabs, layout, OPTIONS.RATIO // OPTIONS.PACK, LAST_FIRST=OPTIONS.CAUSAL)
     queries = queries_of(OPERANDS, TILES.ORDER, tile, slabs, OPTIONS)

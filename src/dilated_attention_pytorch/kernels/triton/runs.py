@@ -28,7 +28,7 @@ from .segments import (
     num_zero_pad_keys,
     selected,
 )
-from .tiles import SIZES, Tile, rows_of
+from .tiles import SIZES, TilePlace, rows_of
 
 FIRST = tl.constexpr(0)
 RATE = tl.constexpr(1)
@@ -131,7 +131,7 @@ def runs_kernel(
     """
     offset = first_position(offset, last_position - num_rows)
     index, kv_head = tl.program_id(0), tl.program_id(1)
-    tile = Tile(0, kv_head, 0, index // tiles_per_window, index % tiles_per_window)
+    tile = TilePlace(0, kv_head, 0, index // tiles_per_window, index % tiles_per_window)
     row = rows_of(TILES.ORDER, tile, num_rows, tl.arange(0, OPTIONS.SLOTS), OPTIONS.TILE_ROWS, OPTIONS)
     is_row = row >= 0
     position = tl.maximum(row, 0) + offset

@@ -97,7 +97,7 @@ class ComputingOptions(NamedTuple):
     """Whether the shares of splits move on with every run."""
 
 
-class Operands(NamedTuple):
+class CallOperands(NamedTuple):
     """The operands of a call: tensors when a kernel is launched, pointers in it."""
 
     QUERY: Any
@@ -129,7 +129,7 @@ class TileRuns(NamedTuple):
     RANGES: Any
 
 
-class Slabs(NamedTuple):
+class CallRows(NamedTuple):
     """The rows of queries and keys."""
 
     batch_size: tl.tensor
@@ -151,7 +151,7 @@ class Layout(NamedTuple):
     lines_per_head: tl.tensor
 
 
-class Tile(NamedTuple):
+class TilePlace(NamedTuple):
     """The place of a tile: its sequence, key/value head, block of query heads, window, and number in the window."""
 
     batch: tl.tensor
@@ -174,7 +174,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def tile_of(index, slabs, layout, HEAD_BLOCKS: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """The ``index``-th :class:`Tile`.
+    """The ``index``-th :class:`TilePlace`.
 
     A span, some windows of some heads, is finished before the next begins, so that its keys and values stay in the
     device's cache; within a span, the first tiles of all windows come first, as they see most. Under a causal mask
@@ -191,7 +191,7 @@ def tile_of(index, slabs, layout, HEAD_BLOCKS: tl.constexpr, LAST_FIRST: tl.cons
     window = outer // spans_of_heads * windows_per_span + inner % windows_per_span
     if LAST_FIRST:
         window = layout.num_spans * windows_per_span - 1 - window
-    return Tile((head // slabs.num_kv_heads).to(tl.int64), head % slabs.num_kv_heads, head_block, window, number)
+    return TilePlace((head // slabs.num_kv_heads).to(tl.int64), head % slabs.num_kv_heads, head_block, window, number)
 
 
 @triton.jit
