@@ -245,11 +245,13 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    # Text of 10 points in a width of 6.4 inches can be read on a phone too.
+    figure = Figure(figsize=(6.4, 7.4), layout="constrained")
     FigureCanvasAgg(figure)
     by_length, by_position, by_distance, by_compute = figure.subplots(2, 2).flat
-    for record in records:
-        style = {"label": record["contestant"], "marker": "o", "markersize": 3}
+    for number, record in enumerate(records):
+        style = {"color": f"C{number}", "marker": "o", "markersize": 3}
+        by_length.plot([], [], label=record["contestant"], **style)
         by_length.plot(LENGTHS, [record["bits_per_byte"][str(length)] for length in LENGTHS], **style)
         places, bits = zip(*record["by_position"][str(max(LENGTHS))], strict=True)
         by_position.plot(places, bits, **style)
@@ -259,10 +261,10 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
             work, curve = zip(*record["held_out_during_training"], strict=True)
             by_compute.plot([one / 1e12 for one in work], curve, **style)
     labels = {
-        by_length: ("tokens read at most", "bits per byte, held-out"),
-        by_position: ("position in the text that is read, tokens", "bits per byte, held-out"),
-        by_distance: ("distance, tokens", "bits per letter of a random string that comes again"),
-        by_compute: ("operations of the training, 10^12", "bits per byte, held-out, at 8,192"),
+        by_length: ("tokens read at most", "bits per byte"),
+        by_position: ("position in the text, tokens", "bits per byte"),
+        by_distance: ("distance, tokens", "bits per letter of a repeated string"),
+        by_compute: ("operations of the training, $10^{12}$", "bits per byte, reading 8,192"),
     }
     for axes, (x, y) in labels.items():
         if axes is not by_compute:
@@ -270,10 +272,10 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as staged:
-        figure.savefig(staged, dpi=120, format="png")
+        figure.savefig(staged, dpi=140, format="png", pil_kwargs={"optimize": True})
 
 
 def measure(given: Length) -> dict[str, Any]:

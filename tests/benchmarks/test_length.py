@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import matplotlib.image
 import pytest
-from benchmarks.length import CONTESTANTS, LENGTHS
+from benchmarks.length import CONTESTANTS, LENGTHS, draw
 from benchmarks.study import RESULTS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "length.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "length.md").read_text()
 RECORDS = {record["contestant"]: record for record in json.loads((RESULTS / "length.json").read_text())["results"]}
 
 
@@ -25,3 +27,10 @@ def test_a_row_of_the_page_has_the_figures_of_the_results(name: str) -> None:
 def test_all_took_as_many_operations() -> None:
     flops = [record["flops"] for record in RECORDS.values()]
     assert max(flops) < 1.005 * min(flops)
+
+
+def test_the_picture_of_the_page_is_drawn_from_the_results(tmp_path: Path) -> None:
+    draw([*RECORDS.values()], tmp_path / "length.png")
+    new, old = (matplotlib.image.imread(folder / "length.png") for folder in (tmp_path, DOCS / "pictures"))
+    assert new.shape == old.shape
+    assert abs(new - old).mean() < 0.01  # fonts may differ by some pixels

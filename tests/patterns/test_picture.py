@@ -15,16 +15,21 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch import DilatedPattern, local_window, random_blocks, strided_blocks
 from dilated_attention_pytorch.patterns import SegmentedPattern
 from dilated_attention_pytorch.patterns.pattern import Pattern
-from dilated_attention_pytorch.patterns.picture import pooled_pairs
+from dilated_attention_pytorch.patterns.picture import corners, figure_size, grid, pooled_pairs
 from support.drawn import DENSE, DrawnCall, block_calls, examples
 
 
 def drawn_image(
     pattern: Pattern, length: int, heads: int, *, is_causal: bool = False
 ) -> tuple[matplotlib.figure.Figure, np.ndarray]:
-    figure = matplotlib.figure.Figure(figsize=(3.4 * heads + 0.9, 3.6), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=figure_size(heads), layout="constrained")
     axes = pattern.plot(length, num_kv_heads=heads, is_causal=is_causal, axes=figure.subplots())
     return figure, np.ma.filled(axes.images[0].get_array().astype(float), np.nan)
+
+
+def panels_of(drawn: np.ndarray, heads: int) -> list[np.ndarray]:
+    """The 256 x 256 cells of every head."""
+    return [drawn[top : top + 256, left : left + 256] for top, left in corners(heads, 256)]
 
 
 @given(block_calls(), st.integers(1, 20))
@@ -46,7 +51,7 @@ def test_the_drawn_density_is_the_density(call: DrawnCall) -> None:
     figure, drawn = drawn_image(call.pattern, length, heads, is_causal=call.is_causal)
     bounds = torch.arange(257) * length // 256
     cell_sizes = (bounds.diff()[:, None] * bounds.diff()).double().numpy()
-    panels = [drawn[:, head * 257 : head * 257 + 256] for head in range(heads)]
+    panels = panels_of(drawn, heads)
     dense = length * (length + 1) // 2 if call.is_causal else length**2
     density = sum(float((panel * cell_sizes).sum()) for panel in panels) / (heads * dense)
     assert density == pytest.approx(
@@ -54,15 +59,29 @@ def test_the_drawn_density_is_the_density(call: DrawnCall) -> None:
     )
     (axes, _) = figure.axes
     texts = [label.get_text() for label in axes.get_xticklabels()]
-    assert texts.count(str(length - 1)) == heads
+    assert texts.count(str(length - 1)) == grid(heads)[1]
     assert [label.get_text() for label in axes.get_yticklabels()][-1] == str(length - 1)
 
 
 def test_every_head_of_a_sparse_pattern_is_drawn_alike() -> None:
     # The four heads see other residues, a sixteenth of all pairs each.
     _, drawn = drawn_image(DilatedPattern([8192], [4]), 8192, 4)
-    for head in range(4):
-        assert (drawn[:, head * 257 : head * 257 + 256] == 1 / 16).all()
+    for panel in panels_of(drawn, 4):
+        assert (panel == 1 / 16).all()
+    assert np.nansum(drawn) == 4 * 256 * 256 / 16
+
+
+def test_a_count_has_one_colour_in_every_picture() -> None:
+    def colours(pattern: Pattern) -> dict[float, tuple[float, ...]]:
+        image = drawn_image(pattern, 32, 1)[0].axes[0].images[0]
+        counts = np.unique(image.get_array())
+        return {count: image.cmap(image.norm(count)) for count in counts.tolist()}
+
+    one, three = colours(local_window(3)), colours(DilatedPattern([8, 16, 32], [1, 2, 4]))
+    assert list(one) == [0, 1]
+    assert list(three) == [0, 1, 2, 3]
+    assert one == {count: three[count] for count in one}
+    assert len(set(three.values())) == 4
 
 
 def test_the_pixels_of_a_sparse_pattern_have_one_colour() -> None:

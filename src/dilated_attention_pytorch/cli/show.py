@@ -70,7 +70,9 @@ class Show:
             return
         import matplotlib.figure
 
-        figure = matplotlib.figure.Figure(figsize=(3.4 * self.heads + 0.9, 3.6), layout="constrained")
+        from dilated_attention_pytorch.patterns.picture import figure_size
+
+        figure = matplotlib.figure.Figure(figsize=figure_size(self.heads), layout="constrained")
         pattern.plot(self.length, num_kv_heads=self.heads, is_causal=self.causal, axes=figure.subplots())
         figure.savefig(self.output, dpi=150, bbox_inches="tight")
         console.print(f"written: {self.output}", soft_wrap=True)

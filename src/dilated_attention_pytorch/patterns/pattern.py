@@ -236,7 +236,7 @@ class Pattern(ABC):
         Args:
             sequence_length: number of positions N; the plot has N x N cells. From 257 positions on it has 256 x 256,
                 with the exact mean of the counts in each.
-            num_kv_heads: number of key/value heads, one panel each, side by side.
+            num_kv_heads: number of key/value heads, one panel each.
             is_causal: keep only ``t <= p``.
             axes: matplotlib axes to draw on; None = a new figure.
 

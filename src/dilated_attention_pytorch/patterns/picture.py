@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -99,54 +100,89 @@ def _cut(start: Tensor, stop: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, T
     return cell, index, torch.maximum(start[index], bounds[cell]), torch.minimum(stop[index], bounds[cell + 1])
 
 
+def grid(num_panels: int) -> tuple[int, int]:
+    """Rows and columns of the panels: as many of one as of the other, so that a picture fits a narrow page."""
+    columns = math.ceil(math.sqrt(num_panels))
+    return -(-num_panels // columns), columns
+
+
+def figure_size(num_kv_heads: int) -> tuple[float, float]:
+    """Width and height in inches of a figure with a panel for every head."""
+    rows, columns = grid(num_kv_heads)
+    return 3.0 * columns + 0.9, 3.2 * rows + 0.4
+
+
+def corners(num_kv_heads: int, cells: int) -> list[tuple[int, int]]:
+    """Row and column of the first cell of every head's panel; its title stands in the gap above it."""
+    _, columns = grid(num_kv_heads)
+    gap = 1 + cells // 8
+    return [(head // columns * (cells + gap), head % columns * (cells + gap)) for head in range(num_kv_heads)]
+
+
 def draw(
     pattern: Pattern, sequence_length: int, *, num_kv_heads: int = 1, is_causal: bool = False, axes: Axes | None = None
 ) -> Axes:
-    """Draw ``c[g, p, t]``, or its means over cells: one panel per key/value head, queries downwards."""
+    """Draw ``c[g, p, t]``, or its means over cells: one panel per key/value head, queries downwards.
+
+    A count has one colour in every picture, and white is 0.
+    """
     with importing("drawing a pattern", "plot"):
         import matplotlib.pyplot as plt
-        from matplotlib.colors import Normalize, PowerNorm
+        from matplotlib.colors import Colormap, ListedColormap, Normalize, PowerNorm
     cells = max(1, min(sequence_length, _MOST_CELLS))
+    is_pooled = cells < sequence_length
     pairs, bounds = pooled_pairs(pattern, sequence_length, cells, num_kv_heads=num_kv_heads, is_causal=is_causal)
     width = bounds.diff()
-    # One blank column between panels: NaN is drawn as background.
-    panels = torch.full((cells, num_kv_heads * (cells + 1) - 1), float("nan"))
-    for head in range(num_kv_heads):
-        left = head * (cells + 1)
-        panels[:, left : left + cells] = pairs[head] / (width[:, None] * width)
+    places = corners(num_kv_heads, cells)
+    bottom, right = (max(place) + cells for place in zip(*places, strict=True))
+    panels = torch.full((bottom, right), float("nan"))  # NaN is drawn as background
+    for (top, left), counts in zip(places, pairs, strict=True):
+        panels[top : top + cells, left : left + cells] = counts / (width[:, None] * width)
     if axes is None:
-        _, axes = plt.subplots(figsize=(3.4 * num_kv_heads + 0.9, 3.6), layout="constrained")
+        _, axes = plt.subplots(figsize=figure_size(num_kv_heads), layout="constrained")
     most = max(1, len(pattern.groups) + len(pattern.rules))
-    colors, scale = plt.get_cmap("Blues", most + 1), Normalize(-0.5, most + 0.5)
-    if cells < sequence_length:
+    blues: Colormap = plt.get_cmap("Blues")
+    colors, scale = ListedColormap([blues(1 - 0.5**count) for count in range(most + 1)]), Normalize(-0.5, most + 0.5)
+    if is_pooled:
         # Square roots, so that a cell of few pairs is seen.
-        colors, scale = plt.get_cmap("Blues"), PowerNorm(0.5, 0, max(1.0, float(panels.nan_to_num().max())))
+        colors, scale = blues, PowerNorm(0.5, 0, max(1.0, float(panels.nan_to_num().max())))
     image = axes.imshow(panels.numpy(), cmap=colors, norm=scale, interpolation="antialiased")
-    bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-    if cells < sequence_length:
+    if is_pooled:
+        bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
         bar.set_label(f"mean count c of {-(-sequence_length // cells):,} x {-(-sequence_length // cells):,} pairs")
-    else:
-        bar.set_ticks(range(most + 1))
+    elif most > 1:
+        bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02, ticks=range(most + 1))
         bar.set_label("count c")
-    _number_the_keys(axes, cells, sequence_length, num_kv_heads)
+    if num_kv_heads > 1:
+        axes.set_frame_on(False)
+        for head, (top, left) in enumerate(places):
+            axes.text(left + (cells - 1) / 2, top - 0.5 - cells / 50, f"head {head}", horizontalalignment="center")
+            frame = plt.Rectangle((left - 0.5, top - 0.5), cells, cells, fill=False, linewidth=0.8, clip_on=False)
+            axes.add_patch(frame)
+    _number_positions(axes, cells, sequence_length, places)
+    axes.set_xlabel("key position")
     axes.set_ylabel("query position")
     return axes
 
 
-def _number_the_keys(axes: Axes, cells: int, sequence_length: int, num_kv_heads: int) -> None:
-    """Label every panel with its head, and with the positions of its first and last key, aligned inwards."""
-    ticks: list[float] = []
-    words: list[tuple[str, Literal["left", "center", "right"]]] = []
-    for head in range(num_kv_heads):
-        first, last = head * (cells + 1), head * (cells + 1) + cells - 1
-        ticks.append((first + last) / 2)
-        words.append((f"keys, head {head}", "center"))
-        if sequence_length > 1:
-            ticks += [first, last]
-            words += [("0", "left"), (str(sequence_length - 1), "right")]
-    axes.set_xticks(ticks, [text for text, _ in words])
-    for label, (_, side) in zip(axes.get_xticklabels(), words, strict=True):
-        label.set_horizontalalignment(side)
+def _number_positions(axes: Axes, cells: int, sequence_length: int, places: list[tuple[int, int]]) -> None:
+    """Number the positions of the rows and columns of panels."""
+    from matplotlib.ticker import MaxNLocator
+
+    tops, lefts = (sorted(set(firsts)) for firsts in zip(*places, strict=True))
     if cells < sequence_length:
-        rows = [(cells - 1) * quarter / 4 for quarter in range(5)]
-        axes.set_yticks(rows, [f"{(sequence_length - 1) * quarter // 4}" for quarter in range(5)])
+        quarters = range(5)
+        rows = [top + (cells - 1) * quarter / 4 for top in tops for quarter in quarters]
+        axes.set_yticks(rows, [f"{(sequence_length - 1) * quarter // 4}" for _ in tops for quarter in quarters])
+        # The first and the last key alone, aligned inwards: long numbers of two panels would meet.
+        axes.set_xticks(
+            [left + end for left in lefts for end in (0, cells - 1)], ["0", f"{sequence_length - 1}"] * len(lefts)
+        )
+        for index, label in enumerate(axes.get_xticklabels()):
+            label.set_horizontalalignment(("left", "right")[index % 2])
+        return
+    numbered = [
+        int(tick) for tick in MaxNLocator(4, integer=True).tick_values(0, max(1, cells - 1)) if 0 <= tick < cells
+    ]
+    axes.set_yticks([top + tick for top in tops for tick in numbered], [f"{tick}" for tick in numbered] * len(tops))
+    axes.set_xticks([left + tick for left in lefts for tick in numbered], [f"{tick}" for tick in numbered] * len(lefts))

@@ -212,10 +212,8 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
             axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
         axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
         axes.set_xlabel("position in the text, tokens")
         axes.set_ylabel("bits per byte")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.grid(alpha=0.3)
         axes.legend()
 
