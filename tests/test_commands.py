@@ -346,7 +346,7 @@ def test_the_commands_of_the_package_run(world: Path, tmp_path: Path) -> None:
 
 
 IN_EVERY_RUN = {f"benchmarks.{name}" for name in ("attention", "blocks", "decoding", "slide_encoder")}
-"""Those of the README's tables; the tiny forms of all of them take a quarter of an hour."""
+"""Those of the figures that the README quotes; the tiny forms of all of them take a quarter of an hour."""
 
 
 def lines_of_benchmarks() -> tuple[list[Command], list[Command]]:

@@ -113,17 +113,44 @@ def site_hooks() -> Any:
     return module
 
 
-def test_links_to_files_that_are_not_on_the_site_become_their_paths() -> None:
-    plain = site_hooks().without_links_out_of_docs
-    assert plain("[`examples/a.py`](../examples/a.py)", "parallel.md") == "`examples/a.py`"
-    assert plain("[results](../benchmarks/b.json#c)", "parallel.md") == "results (`benchmarks/b.json`)"
+def test_links_to_files_of_the_repository_lead_to_copies_on_the_site() -> None:
+    linked = site_hooks().with_links_to_copies
+    assert linked("[`a.py`](../examples/a.py)", "parallel.md") == "[`a.py`](repository/examples/a.py.txt)"
+    assert linked("[b](../../benchmarks/b.json#c)", "api/attention.md") == "[b](../repository/benchmarks/b.json)"
     for kept in (
         "[a page](../patterns.md#h)",
         "[a page](attention.md)",
         "![a picture](../loss.png)",
         "[x](https://y.z)",
     ):
-        assert plain(kept, "api/attention.md") == kept
+        assert linked(kept, "api/attention.md") == kept
+    copied = {
+        site_hooks().of_repository(link, name)
+        for name, page in PAGES.items()
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    } - {None}
+    assert len(copied) > 30
+    assert [path for path in copied if not (ROOT / path).is_file()] == []
+
+
+def test_formulas_are_set_as_mathml() -> None:
+    set_formulas = site_hooks().with_formulas
+    html = set_formulas('<p>x</p><div class="arithmatex">\\[\na &lt; \\frac{b}{c}\n\\]</div><p>$HOME</p>')
+    assert re.fullmatch(r'<p>x</p><div class="formula"><math .*<mfrac>.*</math></div><p>\$HOME</p>', html)
+    assert set_formulas('<span class="arithmatex">\\(a\\)</span>').startswith("<math ")
+
+
+def test_every_formula_of_a_page_is_known_to_the_library() -> None:
+    formulas = [
+        formula
+        for page in PAGES.values()
+        for formula in re.findall(r"^\$\$\n(.*?)\n\$\$$", pages.without_blocks(page), flags=re.DOTALL | re.MULTILINE)
+    ]
+    assert len(formulas) > 5
+    for formula in formulas:
+        mathml = site_hooks().with_formulas(f'<div class="arithmatex">\\[{formula}\\]</div>')
+        assert "\\" not in mathml, formula  # a command that is not known stays as it is
+        assert "&</mi>" not in mathml, formula  # so does an environment
 
 
 def test_docstrings_become_markdown() -> None:

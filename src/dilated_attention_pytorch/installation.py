@@ -19,7 +19,14 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bench": ("rich>=13", "tyro>=1.0"),
     "data": ("pyarrow>=18",),
     "deepspeed": ("deepspeed>=0.19.6",),
-    "docs": ("mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0", "ruff>=0.12"),
+    "docs": (
+        "latex2mathml>=3.78",
+        "mkdocs>=1.6,<2",
+        "mkdocs-material>=9.7",
+        "mkdocstrings>=1.0",
+        "mkdocstrings-python>=2.0",
+        "ruff>=0.12",
+    ),
     "finetune": (
         "accelerate>=1.10",
         "filelock>=4.3",
