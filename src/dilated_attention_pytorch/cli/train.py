@@ -120,7 +120,7 @@ def _report(outcome: Outcome, console: Console) -> None:
     console.rule("result")
     console.print(
         f"held-out: {outcome.bits_per_byte:.3f} bits per byte; xz -9e takes {outcome.xz_bits_per_byte:.3f} for the "
-        "same bytes, which it sees as one text",
+        "same bytes, compressed as one file",
         highlight=False,
         soft_wrap=True,
     )
