@@ -61,8 +61,12 @@ def of_repository(target: str, page: str) -> str | None:
 
 
 def copy_of(path: str) -> str:
-    """Where the site has a file of the repository. Browsers show text and JSON, and would save a ``.py``."""
-    return f"{_COPIES}/{path}" if path.endswith((".json", ".txt")) else f"{_COPIES}/{path}.txt"
+    """Where the site has a file of the repository. Browsers show text and JSON, and would save a ``.py``.
+
+    MkDocs leaves out folders whose names begin with a dot.
+    """
+    copy = f"{_COPIES}/{path.removeprefix('.')}"
+    return copy if copy.endswith((".json", ".txt")) else f"{copy}.txt"
 
 
 def with_links_to_copies(markdown: str, page: str) -> str:
