@@ -14,4 +14,4 @@ torch.testing.assert_close(*(torch.autograd.grad(result.square().sum(), query)[0
 model = LongNetLM(LongNetConfig(embed_dim=32, num_layers=2, num_heads=4, segment_lengths=[16], dilation_rates=[2]))
 tokens = list(generate(model.eval(), torch.tensor([[1, 2, 3]]), max_new_tokens=3))
 assert len(tokens) == 3
-print(f"dilated-attention-pytorch {dilated_attention_pytorch.__version__} in {dilated_attention_pytorch.__file__}")
+print(f"dilated-attention {dilated_attention_pytorch.__version__} in {dilated_attention_pytorch.__file__}")

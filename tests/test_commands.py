@@ -165,7 +165,7 @@ ROWS = [
     Row(r"make .*", None, "make --dry-run; its recipes are commands of this table"),
     Row(r"(ruff|mypy|mkdocs) ?.*", None, "the gate runs it"),
     Row(r"(sbatch|kubectl apply -f) examples/cluster/.*", None, "needs a cluster: the file is parsed; make cluster runs it"),
-    Row(r"(pip|pre-commit|apt-get) install.*|python -m build .*", None, OTHERS),
+    Row(r"(pip|pre-commit|apt-get) (un)?install.*|python -m build .*", None, OTHERS),
 ]  # fmt: skip
 
 

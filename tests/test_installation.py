@@ -1,4 +1,4 @@
-"""The hint that installs an extra names where this package came from, never the name alone."""
+"""The hint that installs an extra names where this package came from; files of another project are named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,16 @@ import pytest
 from dilated_attention_pytorch import installation, machine
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.installation import EXTRAS, NAME, importing, install_command
+from dilated_attention_pytorch.legacy import table
 from dilated_attention_pytorch.machine import package_digest, require
+from support.processes import environment, run_whole
 
 COMMIT = "5eef0ab3c1e0f3a6dd6c2f1c5c1b1b2a3d4e5f60"
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, origin: dict[str, Any] | None, installer: str) -> None:
     """Let the package run from ``folder``, with the records that an installer leaves beside it."""
-    package, records = folder / "dilated_attention_pytorch", folder / "dilated_attention_pytorch-0.1.0.dist-info"
+    package, records = folder / "dilated_attention_pytorch", folder / "dilated_attention-0.1.0.dist-info"
     package.mkdir(parents=True)
     records.mkdir()
     (records / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {NAME}\nVersion: 0.1.0\n")
@@ -56,11 +59,9 @@ def test_it_names_the_repository_the_file_or_the_folder(
     assert Requirement(said).url == requirement.partition(" @ ")[2]
 
 
-def test_without_a_record_of_its_origin_it_names_the_packages_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_from_an_index_is_named_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, tmp_path, None, "uv")
-    assert shlex.split(install_command("train")) == ["uv", "pip", "install", *EXTRAS["train"]]
+    assert shlex.split(install_command("train")) == ["uv", "pip", "install", f"{NAME}[train]"]
 
 
 def test_a_checkout_is_named_whatever_else_is_installed_under_the_name(
@@ -78,7 +79,7 @@ def test_a_checkout_is_named_whatever_else_is_installed_under_the_name(
     assert shlex.split(install_command("plot")) == ["pip", "install", "-e", f"{checkout}[plot]"]
 
 
-def test_another_project_of_the_name_says_nothing_about_this_one(
+def test_the_record_of_another_copy_says_nothing_about_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin = {"url": "https://host/other.whl", "archive_info": {}}
@@ -90,6 +91,53 @@ def test_another_project_of_the_name_says_nothing_about_this_one(
 def test_this_checkout_names_itself() -> None:
     root = Path(installation.__file__).parents[2]
     assert install_command("train") == f"pip install -e {shlex.quote(f'{root}[train]')}"
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """This package's folder as an installation has it."""
+    own = Path(installation.__file__).parent
+    skipped = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(own, tmp_path / own.name, ignore=skipped))
+
+
+def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """A program for which ``folder`` is the only one with packages."""
+    return run_whole([sys.executable, "-S", "-c", program], 60.0, env=environment(PYTHONPATH=str(folder)))
+
+
+REMEDY = f"run `pip uninstall {NAME}-pytorch {NAME}`, then install {NAME} again"
+COMMAND = "from dilated_attention_pytorch.cli import main; main(['info'])"
+
+
+@pytest.mark.parametrize("name", installation._OTHER_FILES)
+def test_the_import_and_the_command_name_the_files_of_another_project(name: str, copied: Path) -> None:
+    """Without torch, which an import that goes on needs. Their __init__.py, empty, can have replaced this one's."""
+    (copied / name).touch()
+    said = f"{copied} also holds {name} of another project, which the index has as {NAME}-pytorch"
+    ended = run(copied.parent, "import dilated_attention_pytorch")
+    assert (last := ended.stderr.splitlines()[-1]).startswith(f"ImportError: {said}")
+    assert last.endswith(REMEDY)
+    (copied / "__init__.py").write_text("")
+    ended = run(copied.parent, COMMAND)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"dilated-attention: {said}")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_the_command_names_a_package_whose_first_file_was_uninstalled_with_another(copied: Path) -> None:
+    (copied / "__init__.py").unlink()
+    ended = run(copied.parent, COMMAND)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"dilated-attention: {copied} has lost its __init__.py")
+    assert ended.stderr.endswith(f"{REMEDY}\n")
+
+
+def test_the_files_of_another_project_are_old_names_and_none_of_this_package() -> None:
+    own = Path(installation.__file__).parent
+    for name in installation._OTHER_FILES:
+        assert not (own / name).exists()
+        assert table.module(name.removesuffix(".py")) is not None
 
 
 def make_package(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, code: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import dilated_attention_pytorch
-from dilated_attention_pytorch.installation import install_command
+from dilated_attention_pytorch.installation import NAME, install_command
 from test_surface import ROOMS, module_of, public_names
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
@@ -39,6 +39,7 @@ ALLOWED = {
         "memory",
         "errors",
         "folders",
+        "installation",
         "output",
     },
     "nn": {*ORDER, "legacy", "precision", "selection", "tracing"},
@@ -131,6 +132,7 @@ ALLOWED = {
     "legacy/makers": {"nn", "parallel", "patterns"},
     "legacy/transformer": {"models", "nn"},
     "__init__": {
+        "installation",
         "integrations",
         "legacy",
         "models",
@@ -287,7 +289,7 @@ def test_a_cold_import_star_imports_and_info_need_torch_alone(figure: Any) -> No
 
 def test_the_citation_has_the_version_of_the_package() -> None:
     (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
-    assert cited == dilated_attention_pytorch.__version__ == importlib.metadata.version("dilated-attention-pytorch")
+    assert cited == dilated_attention_pytorch.__version__ == importlib.metadata.version(NAME)
 
 
 def test_the_workflow_takes_every_python_and_the_oldest_torch_that_are_promised() -> None:

@@ -6,6 +6,10 @@ from .interrupt import leave_on_interrupt
 
 leave_on_interrupt(sys.orig_argv)  # before all other imports
 
+from .installation import check_files
+
+check_files()
+
 import importlib
 import os
 from typing import TYPE_CHECKING, Any

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-NAME = "dilated-attention-pytorch"
+NAME = "dilated-attention"
+"""Name of the distribution. The index has another project as dilated-attention-pytorch, whose package has the name of
+this one."""
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "8bit": ("bitsandbytes>=0.46",),
     "bench": ("rich>=13", "tyro>=1.0"),
@@ -67,14 +69,37 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 """Packages that each extra installs (``check`` and ``dev`` also include other extras)."""
 
 _PACKAGE = Path(__file__).resolve().parent
+_OTHER_FILES = ("dilated_attention.py", "long_net.py", "transformer.py")
+"""Files of the other project, and of packages derived from it."""
+
+
+def check_files() -> None:
+    """Check that no installation of another project has put files into this package's folder, or taken some away.
+
+    Installers overwrite files of another distribution without a word.
+
+    Raises:
+        ImportError: the folder is not as it was installed; the message says how to install again.
+    """
+    remedy = f"run `pip uninstall {NAME}-pytorch {NAME}`, then install {NAME} again"
+    theirs = [name for name in _OTHER_FILES if (_PACKAGE / name).exists()]
+    if theirs:
+        raise ImportError(
+            f"{_PACKAGE} also holds {', '.join(theirs)} of another project, which the index has as {NAME}-pytorch and "
+            f"which overwrites files of this one: {remedy}"
+        )
+    if not (_PACKAGE / "__init__.py").exists():
+        raise ImportError(
+            f"{_PACKAGE} has lost its __init__.py, as when another distribution with this package is uninstalled: "
+            f"{remedy}"
+        )
 
 
 def install_command(extra: str) -> str:
     """The shell command that installs ``extra`` for the running package.
 
-    PyPI has another project under this name, so the command never installs by name alone. It names the checkout,
-    folder, repository or file that this package was installed from. If none is recorded, it names the packages of the
-    extra.
+    It names the checkout, folder, repository or file that this package was installed from; the distribution, if it was
+    installed from an index; the packages of the extra, if there is no record of an installation.
     """
     assert extra in EXTRAS
     distribution = _distribution()
@@ -86,7 +111,7 @@ def install_command(extra: str) -> str:
     origin = None if distribution is None else distribution.read_text("direct_url.json")
     if origin is not None:
         return f"{command} {shlex.quote(f'{NAME}[{extra}] @ {_url(json.loads(origin))}')}"
-    return f"{command} {shlex.join(EXTRAS[extra])}"
+    return f"{command} {shlex.join(EXTRAS[extra] if distribution is None else [f'{NAME}[{extra}]'])}"
 
 
 @contextmanager

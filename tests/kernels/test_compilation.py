@@ -272,7 +272,7 @@ def computed(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         )
     said = [line for line in capfd.readouterr().err.splitlines() if "compiling its CPU kernels" not in line]
     assert len(said) == 1
-    assert said[0].startswith("dilated-attention-pytorch: computing without its CPU kernels: ")
+    assert said[0].startswith("dilated-attention: computing without its CPU kernels: ")
     return said[0]
 
 
@@ -500,7 +500,7 @@ for file in sys.argv[2:]:
     command = [sys.executable, "-c", program, str(folder / "kernels.so"), *map(str, files)]
     found = run_whole(command, HANG_SECONDS, env=environment(CXX="no-such-compiler"))
     assert found.returncode == 0, found.stderr
-    refused = "dilated-attention-pytorch: computing without its CPU kernels: no C++ compiler"
+    refused = "dilated-attention: computing without its CPU kernels: no C++ compiler"
     for file, said in zip(files, re.split("(?<=True) .*\n", found.stderr), strict=False):
         assert said.startswith(refused) == (file != files[-1]), found.stderr
         assert said.endswith("True"), found.stderr

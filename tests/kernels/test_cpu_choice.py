@@ -107,8 +107,7 @@ def test_native_kernels_that_fail_are_left_out_in_one_line_and_tried_again_by_th
     for _ in range(2):
         assert implementations_run(compute()) == {"aten"}
     assert [line for line in capfd.readouterr().err.splitlines() if "CPU kernels" in line] == [
-        "dilated-attention-pytorch: computing torch.float32 without its CPU kernels, which failed: could not create a "
-        "primitive"
+        "dilated-attention: computing torch.float32 without its CPU kernels, which failed: could not create a primitive"
     ]
     assert not list(cache_folder().glob("choice-attention-*.json"))
 

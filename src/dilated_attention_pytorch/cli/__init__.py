@@ -5,7 +5,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from dilated_attention_pytorch.installation import importing
+from dilated_attention_pytorch.installation import check_files, importing
 
 __all__ = ["main"]
 
@@ -22,6 +22,11 @@ def main(args: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Paths and generated text may have characters that the terminal's encoding lacks.
             stream.reconfigure(errors="backslashreplace")
+    try:
+        check_files()  # again: the package's own __init__.py may have been overwritten
+    except ImportError as error:
+        print(f"dilated-attention: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     try:
         with importing("the command", "train"):
             for name in ("tyro", "rich"):

@@ -151,7 +151,7 @@ def library_path() -> Path:
             if not _is_whole(build):
                 compiler = _compiler_to_ask(build)
                 print(
-                    "dilated-attention-pytorch: compiling its CPU kernels for this machine, once, in about half a "
+                    "dilated-attention: compiling its CPU kernels for this machine, once, in about half a "
                     f"minute ({NO_BUILD}=1 does without them)",
                     file=sys.stderr,
                     flush=True,
@@ -211,7 +211,7 @@ def _is_loaded() -> bool:
     except BuildError as error:
         reason, *more = str(error).splitlines()
         reason += " (`dilated-attention build` tries again and shows all of it)" if more else ""
-        print(f"dilated-attention-pytorch: computing without its CPU kernels: {reason}", file=sys.stderr, flush=True)
+        print(f"dilated-attention: computing without its CPU kernels: {reason}", file=sys.stderr, flush=True)
         return False
     return True
 

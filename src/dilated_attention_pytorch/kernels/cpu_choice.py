@@ -64,7 +64,7 @@ def _measured(dtype: torch.dtype, threads: int) -> MeasuredChoice:
     except RuntimeError as error:  # of the native kernels: where PyTorch's fail, the others are taken
         reason = str(error).partition("\n")[0]
         print(
-            f"dilated-attention-pytorch: computing {dtype} without its CPU kernels, which failed: {reason}",
+            f"dilated-attention: computing {dtype} without its CPU kernels, which failed: {reason}",
             file=sys.stderr,
             flush=True,
         )

@@ -121,7 +121,7 @@ def _is_right(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 def _checked(subject: Subject) -> DeviceCheck:
     def find() -> DeviceCheck:
         print(
-            f"dilated-attention-pytorch: checking its Triton kernels on {subject.describe()}, once; this compiles them",
+            f"dilated-attention: checking its Triton kernels on {subject.describe()}, once; this compiles them",
             file=sys.stderr,
             flush=True,
         )

@@ -15,6 +15,7 @@ import torch
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.workload import Workload
 from dilated_attention_pytorch.folders import cache_folder
+from dilated_attention_pytorch.installation import NAME
 from dilated_attention_pytorch.machine import package_version
 from dilated_attention_pytorch.output import write_text
 
@@ -84,7 +85,7 @@ def identity(hardware: Hardware) -> dict[str, str | int]:
         "name": hardware.name,
         "processors": hardware.processors,
         "torch": torch.__version__,
-        "dilated-attention-pytorch": package_version("dilated-attention-pytorch") or "from source",
+        "dilated-attention-pytorch": package_version(NAME) or "from source",
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.installation import NAME
 from dilated_attention_pytorch.machine import package_version
 from dilated_attention_pytorch.output import sync
 
@@ -40,7 +41,7 @@ RESTORE = "restore the folder from a copy, or start a new run with another --out
 
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})", re.ASCII)
 _RANDOM_STATE = re.compile(r"rng_state_(0|[1-9][0-9]*)\.pth", re.ASCII)
-_VERSIONS = ("dilated-attention-pytorch", "torch", "transformers", "accelerate")
+_VERSIONS = (NAME, "torch", "transformers", "accelerate")
 _WHAT = "broken checkpoint"
 _UNFIT = (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """Exceptions raised for values of the wrong kind in a state."""

@@ -18,6 +18,7 @@ import torch
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.memory import check_training_memory
 from dilated_attention_pytorch.estimate.parallel_choice import choose_parallel
+from dilated_attention_pytorch.installation import NAME
 from dilated_attention_pytorch.machine import package_digest, package_version, versions
 from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
@@ -242,7 +243,7 @@ def _joined(settings: TrainSettings, folder: Path, device: str, command: str) ->
         )
         assert args.device is not None  # reading it makes accelerate choose the device
         same = {name: value for name, value in settings.to_dict().items() if name not in _PER_HOST}
-        package = {"dilated_attention_pytorch": f"{package_version('dilated-attention-pytorch')} ({package_digest()})"}
+        package = {"dilated_attention_pytorch": f"{package_version(NAME)} ({package_digest()})"}
         check_alike(
             {
                 "command": command,
