@@ -29,8 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from dilated_attention_pytorch import DilatedPattern, local_window
-from dilated_attention_pytorch.integrations import register, set_pattern
+from dilated_attention_pytorch import DilatedPattern, local_window, set_pattern
 
 
 def model_and_documents(
@@ -67,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> float:
         parser.error(f"--output {chosen.output} has files already: name a new folder")
 
     torch.manual_seed(0)
-    register()
     model, tokenizer, documents = model_and_documents(chosen.model, chosen.length, 64 + 16 * chosen.steps)
     # Near tokens all, those of the whole document at every 8th position; a pattern of one group, ([length], [1]),
     # would give what the model gave before.

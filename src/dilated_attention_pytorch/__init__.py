@@ -23,6 +23,7 @@ end_command_with_launcher(os.environ, sys.orig_argv)
 choose_waiting(os.environ, sys.orig_argv)
 
 from . import legacy, slides  # noqa: F401 - slides registers its output for torch.export
+from .auto_registration import register_with_models
 from .models import LongNetCache, LongNetConfig, LongNetLM, generate
 from .nn import MultiheadDilatedAttention, MultiheadPatternAttention
 from .ops import AttentionOutput, attend, attend_with_lse, dilated_attention, merge
@@ -39,7 +40,7 @@ from .patterns import (
 )
 
 if TYPE_CHECKING:
-    from .integrations import adopt, extend_context, register, replace_attention
+    from .integrations import adopt, extend_context, replace_attention, set_pattern
     from .legacy import makers as core  # noqa: F401 - an import path of earlier packages
     from .legacy.makers import create_adaptive_sparse_attention as create_adaptive_sparse_attention
     from .legacy.makers import create_block_sparse_attention as create_block_sparse_attention
@@ -73,8 +74,8 @@ __all__ = [
     "merge",
     "per_head",
     "random_blocks",
-    "register",
     "replace_attention",
+    "set_pattern",
     "strided_blocks",
 ]
 
@@ -87,11 +88,12 @@ _ON_FIRST_USE = {
     "create_multihead_dilated_attention": "legacy.makers",
     "create_ring_attention": "legacy.makers",
     "extend_context": "integrations",
-    "register": "integrations",
     "replace_attention": "integrations",
+    "set_pattern": "integrations",
 }
 
 legacy.install()
+register_with_models()
 
 
 def __getattr__(name: str) -> Any:

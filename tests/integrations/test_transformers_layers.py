@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from dilated_attention_pytorch import DilatedPattern
+from dilated_attention_pytorch import DilatedPattern, from_block_mask, local_window
 from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
 from dilated_attention_pytorch.integrations.transformers.attention import dilated_attention_forward
-from dilated_attention_pytorch.integrations.transformers.config import check_pattern
+from dilated_attention_pytorch.integrations.transformers.config import check_pattern, same_entry
 from dilated_attention_pytorch.integrations.transformers.mask import documents_mask
 from integrations.test_extend_context import llava
 from integrations.tiny_models import PATTERN, draw, tiny
 
 register()
-WORDS = {"pattern": PATTERN.spec}
+WORDS = {"pattern": str(PATTERN)}
 
 _BERT = {
     "vocab_size": 31,
@@ -414,6 +414,41 @@ def test_a_model_that_is_saved_comes_back_under_its_pattern_however_often(tmp_pa
         assert not torch.allclose(dense(tokens).logits, expected.logits, atol=1e-3)
         fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "0"))
         assert fresh.config._attn_implementation == "dilated"
+
+
+def test_the_configuration_holds_the_text_of_the_pattern(tmp_path: Path) -> None:
+    text = "local_window(3) + DilatedPattern([16, 64], [1, 4])"
+    by_text, by_pattern = (
+        set_pattern(tiny("llama"), pattern) for pattern in (text, local_window(3) + DilatedPattern([16, 64], [1, 4]))
+    )
+    assert by_text.config.dilated_attention == by_pattern.config.dilated_attention == {"pattern": text}
+    assert saved(by_pattern, tmp_path)["dilated_attention"] == {"pattern": text}
+    layers = set_pattern(tiny("llama"), [text, DilatedPattern([8], [2])])
+    assert layers.config.dilated_attention == {"pattern": [text, "DilatedPattern([8], [2])"]}
+    tokens = draw(2, 50)
+    with torch.no_grad():
+        assert torch.equal(by_text(tokens).logits, by_pattern(tokens).logits)
+
+
+@pytest.mark.parametrize("mask", [PATTERN, from_block_mask(torch.ones(1, 4, 4).tril().bool(), 16)])
+def test_a_configuration_that_holds_a_spec_loads(tmp_path: Path, mask: Any) -> None:
+    """As earlier versions saved every pattern, and as a mask of blocks is saved, which has no expression."""
+    model, tokens = set_pattern(tiny("llama"), mask).float(), draw(2, 50)
+    values = saved(model, tmp_path)
+    values["dilated_attention"] = {"pattern": mask.spec}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
+
+
+def test_an_entry_of_specs_is_that_of_expressions() -> None:
+    """A run that began under an earlier version resumes: its record holds specs, its new checkpoints expressions."""
+    spec, text = PATTERN.spec, str(PATTERN)
+    assert same_entry({"pattern": spec}, {"pattern": text})
+    assert same_entry({"pattern": [spec, None]}, {"pattern": [text, None]})
+    assert same_entry(None, None)
+    for other in ({"pattern": "local_window(3)"}, {"pattern": [text]}, {"pattern": "[1"}, {"pattern": 7}, None, 7):
+        assert not same_entry({"pattern": spec}, other)
 
 
 def test_the_text_part_of_a_model_comes_back_under_its_pattern(tmp_path: Path) -> None:

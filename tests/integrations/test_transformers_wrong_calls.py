@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention_pytorch import DilatedPattern
+from dilated_attention_pytorch import DilatedPattern, LongNetConfig, LongNetForCausalLM, LongNetLM
 from dilated_attention_pytorch.installation import install_command
-from dilated_attention_pytorch.integrations import BoundedCache, register, set_pattern
+from dilated_attention_pytorch.integrations import BoundedCache, extend_context, register, set_pattern
 from dilated_attention_pytorch.integrations.transformers import attention
+from dilated_attention_pytorch.models import LongNetCausalLMConfig
 from integrations.tiny_models import PATTERN, draw, tiny
 
 register()
 TOKENS = draw(2, 12)
+LONGNET = LongNetConfig(embed_dim=8, num_layers=1, num_heads=2, segment_lengths=[4], dilation_rates=[1])
 BOUNDARIES = torch.tensor([0, 5, 12], dtype=torch.int32)
 
 
@@ -66,6 +68,33 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tiny("llama", dilated_attention={"pattern": "dense"})(TOKENS), ValueError, "expected a sum of calls",
     ),
     "no pattern at all": (lambda: model(pattern=[7, 7]), TypeError, "pattern must be a Pattern.*got 7"),
+    "a misspelt text": (
+        lambda: model(pattern="DilatedPatern([4], [1])"), ValueError, r"sum of calls of .*got 'DilatedPatern\(",
+    ),
+    "neither pattern nor text": (
+        lambda: model(pattern=7), TypeError, "pattern must be a Pattern .* its text, or a sequence .*got 7 of type int",
+    ),
+    "a name for a model": (
+        lambda: set_pattern("gpt2", PATTERN), TypeError,
+        r"model must be a model of transformers, got 'gpt2' of type str; call set_pattern with what AutoModelFor",
+    ),
+    "a configuration for a model": (
+        lambda: set_pattern(tiny("llama").config, PATTERN), TypeError,
+        r"got LlamaConfig; build the model first, or write config\.dilated_attention = ",
+    ),
+    "a model of PyTorch": (
+        lambda: extend_context(torch.nn.Linear(2, 2), 9, PATTERN), TypeError, r"got Linear; .*call replace_attention\(",
+    ),
+    "a LongNet": (
+        lambda: set_pattern(LongNetLM(LONGNET), PATTERN), TypeError, "got LongNetLM; .*segment_lengths and dilation",
+    ),
+    "a LongNet of transformers": (
+        lambda: set_pattern(LongNetForCausalLM(LongNetCausalLMConfig.from_longnet_config(LONGNET)), PATTERN), TypeError,
+        "got LongNetForCausalLM; .*segment_lengths and dilation_rates, or layer_patterns",
+    ),
+    "arguments in the other order": (
+        lambda: set_pattern(PATTERN, tiny("llama")), TypeError, "got DilatedPattern; call set_pattern with what",
+    ),
     "too many layers": (lambda: model(pattern=[PATTERN] * 3), ValueError, "one per layer of 2, got a list of 3"),
     "a layer without": (lambda: model(pattern=[PATTERN, None]), ValueError, "None for layer 1"),
     "window and pattern": (
@@ -184,3 +213,5 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=re.escape(install_command("train"))):
         register()
+    with pytest.raises(ImportError, match=re.escape(install_command("train"))):
+        set_pattern(torch.nn.Linear(2, 2), PATTERN)

@@ -222,6 +222,8 @@ def test_enterprise_attention_carries_out_what_is_attention(monkeypatch: pytest.
     x = torch.randn(2, ROWS, 24, dtype=torch.float64)
     torch.testing.assert_close(ring(x, x, x)[0], attended(ring, x, x, False), **EXACT)
     assert RingAdvancedDistributedDilatedAttention(**SIZES, layer_norm=False).inner_layernorm is None
+    with pytest.warns(DeprecationWarning, match="use_flash_attention=True of RingAdvanced.* changes nothing here"):
+        RingAdvancedDistributedDilatedAttention(**SIZES, use_flash_attention=True)
 
 
 def test_enterprise_attention_names_all_that_it_refuses_at_once() -> None:
@@ -230,7 +232,7 @@ def test_enterprise_attention_names_all_that_it_refuses_at_once() -> None:
         "nvme_offload": True, "enable_fault_tolerance": True, "enable_monitoring": True, "auto_resume": True,
         "checkpoint_interval": 100, "use_8bit_optimizer": True, "sequence_parallel": False,
         "overlap_communication": False, "block_size": 1024, "bucket_size": 25, "communication_backend": "nccl",
-        "use_flash_attention": True, "use_checkpointing": True, "profile_memory": True, "log_level": "INFO",
+        "profile_memory": True, "log_level": "INFO",
         "use_gradient_compression": True, "activation_checkpointing": True,
     }  # fmt: skip
     with pytest.raises(ValueError, match="is attention alone") as raised:
@@ -243,7 +245,7 @@ def test_enterprise_attention_names_all_that_it_refuses_at_once() -> None:
 def test_commands_that_sentences_name_are_commands() -> None:
     sections = [table.read()[name] for name in ("sentences", "of_training")]
     sentences = [text for section in sections for text in section.values()]
-    sentences += [row["instead"] for row in table.read()["unneeded"]]
+    sentences += [row["instead"] for part in ("of_speed", "unneeded") for row in table.read()[part]]
     commands = {part for sentence in sentences for part in sentence.split("`")[1::2] if part.startswith("dilated-")}
     assert len(commands) > 10
     for command in commands:

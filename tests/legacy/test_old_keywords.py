@@ -74,6 +74,16 @@ def test_a_keyword_for_what_is_not_here_may_only_ask_for_nothing(kind: type, arg
             kind(**arguments, **{name: asks})
 
 
+@pytest.mark.parametrize(("kind", "arguments"), MADE, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_keyword_that_changed_the_speed_alone_warns_and_works(kind: type, arguments: dict[str, Any]) -> None:
+    for name in (name for row in table.read()["of_speed"] for name in row["keywords"]):
+        assert not takes(kind, name)
+        with pytest.warns(
+            DeprecationWarning, match=rf"{name}=True of {kind.__name__} changes nothing here: .*leave it"
+        ):
+            assert str(kind(**arguments, **{name: True})) == str(kind(**arguments))
+
+
 def test_a_keyword_of_a_parent_class_is_handed_on() -> None:
     ring = parallel.RingMultiheadDilatedAttention(**MULTIHEAD, **SEGMENTS, device="meta", dtype=torch.float64)
     assert (ring.q_proj.weight.device.type, ring.q_proj.weight.dtype) == ("meta", torch.float64)

@@ -6,8 +6,11 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from dilated_attention_pytorch.installation import NAME
 from dilated_attention_pytorch.integrations import register
 from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import (
@@ -168,6 +172,17 @@ def test_the_run_leaves_what_it_promises(finished: ExtensionOutcome) -> None:
         assert entry["bits_per_byte"]["128"] == pytest.approx(mean, abs=1e-4)
     assert [entry["step"] for entry in read_metrics(finished.run) if "eval_bits_per_byte" in entry] == [12, 24]
     assert {path.name for path in finished.run.glob("checkpoint-*")} == {"checkpoint-16", "checkpoint-24"}
+
+
+def test_the_card_of_the_saved_model_loads_it_in_a_new_process(finished: ExtensionOutcome) -> None:
+    card = (finished.run / "README.md").read_text()
+    assert "# LlamaForCausalLM with dilated attention" in card
+    assert f"`pip install '{NAME}[train]'`" in card
+    assert "Attention pattern: `DilatedPattern([32, 64, 128], [1, 2, 2])`." in card
+    (lines,) = re.findall(r"```python\n(.+?)```", card, flags=re.DOTALL)
+    assert len(lines.splitlines()) == 3
+    program = f"{lines}\nassert model.config._attn_implementation == 'dilated'"
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], cwd=finished.run, check=True)
 
 
 def test_the_saved_model_reads_long_texts_and_generates(finished: ExtensionOutcome) -> None:

@@ -45,6 +45,9 @@ def test_a_run_leaves_every_file_it_promises(finished: Outcome) -> None:
     assert expected <= names
     assert not any(name.endswith(".part") or name.startswith(".unfinished") for name in names)
     assert any((finished.run / "tensorboard").iterdir())
+    card = (finished.run / "README.md").read_text()
+    assert "AutoModelForCausalLM.from_pretrained('.')" in card
+    assert "Attention pattern: `segments [" in card
     drawn = draw_losses(finished.run, xz=2.0, final=(9, finished.bits_per_byte))
     assert (drawn.name, drawn.read_bytes()[:4]) == ("loss.png", b"\x89PNG")
     record = json.loads((finished.run / "training.json").read_text())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dilated_attention_pytorch.models.card import lines_to_load
 from dilated_attention_pytorch.training import ExtensionOutcome, ExtensionSettings, RunError
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
 
@@ -25,8 +26,8 @@ class Extend(ExtensionSettings):
     Evaluates the model on held-out text at its own length and at the new one, scales its rotary positions, gives it
     dilated attention, evaluates it again, trains it on windows that grow to the new length, and evaluates it again.
     The run folder gets training.json with the results, metrics.jsonl, tensorboard/, context.png (bits per byte by
-    position), the last checkpoints, and at the end config.json, model.safetensors and the tokenizer. Ctrl-C saves a
-    checkpoint and stops; --resume continues.
+    position), the last checkpoints, and at the end config.json, model.safetensors, README.md and the tokenizer. Ctrl-C
+    saves a checkpoint and stops; --resume continues.
 
         dilated-attention extend --model my/llama --length 32768 --data texts/ --output runs/long
     """
@@ -107,12 +108,8 @@ def _report(outcome: ExtensionOutcome, console: Console) -> None:
         table.add_row(words, *(f"{bits[length]:.3f}" for length in lengths))
     console.print(table)
     console.print(
-        f"in {run}: model.safetensors, config.json, training.json, run.toml, metrics.jsonl, context.png\n"
-        "use it with:\n"
-        "  from transformers import AutoModelForCausalLM\n"
-        "  from dilated_attention_pytorch.integrations import register\n"
-        "  register()\n"
-        f'  model = AutoModelForCausalLM.from_pretrained("{outcome.run}", attn_implementation="dilated")',
+        f"in {run}: model.safetensors, config.json, README.md, training.json, run.toml, metrics.jsonl, context.png\n"
+        "use it with:\n" + "\n".join(f"  {line}" for line in lines_to_load(str(outcome.run))),
         highlight=False,
         soft_wrap=True,
     )

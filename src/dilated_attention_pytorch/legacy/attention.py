@@ -12,6 +12,7 @@ from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAtten
 from dilated_attention_pytorch.parallel import RingMultiheadDilatedAttention
 
 from . import table
+from .keywords import instead_of_speed
 from .makers import set_tf32
 
 
@@ -73,7 +74,7 @@ class RingAdvancedDistributedDilatedAttention(ImprovedMultiheadDilatedAttention,
         overlap_communication: overlap communication with computation; must be True, as it always does.
         compile_model: call the module's ``compile()``.
         of_training: options of a training run (data parallelism, DeepSpeed, checkpoints, restarts, monitoring), which
-            do not belong to a module. None, False and 0 are ignored.
+            do not belong to a module. None, False and 0 are ignored, and so are options that change the speed alone.
 
     Raises:
         ValueError: options that a module does not implement; lists all of them with their replacements.
@@ -103,6 +104,7 @@ class RingAdvancedDistributedDilatedAttention(ImprovedMultiheadDilatedAttention,
         dtype: torch.dtype | None = None,
         **of_training: Any,
     ) -> None:
+        of_speed = {option: of_training.pop(option) for option in [*of_training] if instead_of_speed(option)}
         instead = table.read()["of_training"]
         unknown = [option for option in of_training if option not in instead]
         if unknown:
@@ -123,6 +125,6 @@ class RingAdvancedDistributedDilatedAttention(ImprovedMultiheadDilatedAttention,
             )
         sizes = (embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias)
         place: dict[str, Any] = {"ring_size": ring_size, "mesh": mesh, "device": device, "dtype": dtype}
-        super().__init__(*sizes, layer_norm, layer_norm_eps, gamma_init, use_tf32=use_tf32, **place)
+        super().__init__(*sizes, layer_norm, layer_norm_eps, gamma_init, use_tf32=use_tf32, **place, **of_speed)
         if compile_model:
             self.compile()

@@ -1,4 +1,4 @@
-"""Keywords of the earlier packages' modules: renamed, dropped or rejected with advice, as the table says."""
+"""Keywords of the earlier packages' modules: renamed, ignored or rejected with advice, as the table says."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def answers_old_keywords(init: Callable[_P, None]) -> Callable[_P, None]:
     return answering
 
 
+def instead_of_speed(name: str) -> str | None:
+    """What to say of a keyword that chose how a result is computed and not which; None for other names."""
+    return next((row["instead"] for row in table.read()["of_speed"] if name in row["keywords"]), None)
+
+
 def _rename(given: dict[str, Any], name: str, today: str, is_there: bool, module: str) -> None:
     if not is_there:
         raise TypeError(
@@ -56,6 +61,9 @@ def _rename(given: dict[str, Any], name: str, today: str, is_there: bool, module
 
 
 def _drop(given: dict[str, Any], name: str, module: str) -> None:
+    if instead := instead_of_speed(name):
+        _warn(f"{name}={given.pop(name)!r} of {module} changes nothing here: {instead}; leave it out")
+        return
     for row in table.read()["unneeded"]:
         if name in row["keywords"]:
             value = given.pop(name)

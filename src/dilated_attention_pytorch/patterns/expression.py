@@ -1,12 +1,13 @@
-"""The parser of pattern expressions such as ``local_window(127) + global_tokens(4)``."""
+"""Pattern expressions such as ``local_window(127) + global_tokens(4)``, parsed and written."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .blocks import global_tokens, hierarchical, local_window, per_head, random_blocks, strided_blocks
+from .blocks import BlockPattern, global_tokens, hierarchical, local_window, per_head, random_blocks, strided_blocks
 from .dilated import DilatedPattern, SegmentedPattern
 from .pattern import Pattern, PatternSum
 
@@ -41,6 +42,41 @@ def pattern_from_expression(text: str) -> Pattern:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(f"{text!r:.200} is not a sum of patterns ({reason}); write for example {_EXAMPLE}") from None
     return _pattern(parsed, text)
+
+
+def expression_of(pattern: Pattern) -> str | None:
+    """The expression that :func:`pattern_from_expression` parses as ``pattern``; None if it has none.
+
+    A mask of blocks and a pattern that was restricted to some heads have none, only their :attr:`Pattern.spec`.
+
+    >>> from dilated_attention_pytorch.patterns.expression import expression_of
+    >>> expression_of(per_head([local_window(7), strided_blocks(2)]) + DilatedPattern([256], [2]))
+    'per_head([local_window(7), strided_blocks(2, block_size=128)]) + DilatedPattern([256], [2])'
+    """
+    summands = pattern.patterns if isinstance(pattern, PatternSum) else (pattern,)
+    text = " + ".join(
+        term
+        for num_parts, run in itertools.groupby(summands, key=_num_parts)
+        for term in ([_per_head(run, num_parts)] if num_parts > 1 else map(repr, run))
+    )
+    try:
+        is_read_back = pattern_from_expression(text) == pattern
+    except ValueError:
+        return None
+    return text if is_read_back else None
+
+
+def _num_parts(pattern: Pattern) -> int:
+    """The number of patterns in the list of ``per_head`` that a summand comes from; 1 for a pattern of all heads."""
+    return pattern.rule.part[1] if isinstance(pattern, BlockPattern) else 1
+
+
+def _per_head(summands: Iterable[Pattern], num_parts: int) -> str:
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    for summand in summands:
+        assert isinstance(summand, BlockPattern)
+        parts[summand.rule.part[0]].append(repr(summand.rule.rule))
+    return f"per_head([{', '.join(' + '.join(part) for part in parts)}])"
 
 
 _EXAMPLE = '"local_window(127) + global_tokens(4) + DilatedPattern([2048, 4096], [1, 2])"'

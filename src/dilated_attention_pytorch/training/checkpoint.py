@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.installation import NAME
 from dilated_attention_pytorch.machine import package_version
+from dilated_attention_pytorch.models.card import write_card
 from dilated_attention_pytorch.output import sync
 
 from .manifest import MANIFEST_NAME, read_json, read_sealed, verify_manifest, write_manifest
@@ -176,6 +177,7 @@ def save_finished(
     """
     clear(staging)
     model.save_pretrained(staging, max_shard_size="100TB")  # a single file, whose presence marks completeness
+    write_card(model, staging)
     names = [path.name for path in staging.iterdir()]
     write_manifest(staging, names, run=run_id, step=step, versions=_versions())
     for path in sorted(staging.iterdir(), key=lambda path: path.name == WEIGHTS_NAME):

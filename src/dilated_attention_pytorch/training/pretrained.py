@@ -191,9 +191,11 @@ def figures_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 def check_same_model(what: str, figures: dict[str, Any], checkpoint: Path) -> None:
     """Raise :class:`RunError` unless ``checkpoint`` matches the model with these :func:`figures_of`."""
+    from dilated_attention_pytorch.integrations.transformers.config import same_entry
+
     of_checkpoint = figures_of(load_config(what, checkpoint))
     # The trainer disables the model's cache.
-    names = [name for name in figures if name != "use_cache" and of_checkpoint.get(name) != figures[name]]
+    names = [name for name in figures if name != "use_cache" and not same_entry(of_checkpoint.get(name), figures[name])]
     if names:
         raise RunError(
             f"foreign checkpoint: {checkpoint} is of another model than {checkpoint.parent / SETTINGS_NAME} describes "

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression, pattern_from_spec
+from dilated_attention_pytorch.patterns.expression import expression_of
 from dilated_attention_pytorch.tracing import constant_of_graph
 
+PatternOfModel = Pattern | str | Sequence[Pattern | str | None]
+"""A pattern or its text for all layers, or one per layer."""
 NAME = "dilated"
 """Name under which the attention and its masks are registered with transformers."""
 FIELD = "dilated_attention"
@@ -36,16 +41,42 @@ def configuration_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def check_pattern(pattern: Pattern | Sequence[Pattern | None], config: Any) -> dict[str, Any]:
+def check_model(name: str, model: Any) -> None:
+    """Raise TypeError unless the first argument of the function ``name`` is a model of transformers."""
+    from transformers import PreTrainedConfig
+
+    config = getattr(model, "config", None)
+    is_longnet = getattr(config, "layer_patterns", None) is not None
+    # By its configuration: PEFT and torch.compile wrap models in classes of their own.
+    if isinstance(model, nn.Module) and isinstance(config, PreTrainedConfig) and not is_longnet:
+        return
+    if is_longnet:
+        remedy = (
+            "a LongNet has its pattern from its configuration: segment_lengths and dilation_rates, or layer_patterns"
+        )
+    elif isinstance(model, PreTrainedConfig):
+        remedy = (
+            f'build the model first, or write config.{FIELD} = {{"pattern": "DilatedPattern([2048, 8192], [1, 4])"}}'
+        )
+    elif isinstance(model, nn.Module):
+        remedy = "for other models call replace_attention(model, pattern), or adopt(model) if it is built on torchscale"
+    else:
+        remedy = f"call {name} with what AutoModelForCausalLM.from_pretrained(...) returns"
+    value = f"{model!r} of type " if isinstance(model, str) else ""
+    raise TypeError(f"model must be a model of transformers, got {value}{type(model).__name__}; {remedy}")
+
+
+def check_pattern(pattern: PatternOfModel, config: Any) -> dict[str, Any]:
     """The value for ``config.dilated_attention``.
 
     Raises:
         TypeError, ValueError: see :func:`set_pattern`.
     """
-    if isinstance(pattern, Pattern):
+    if isinstance(pattern, (Pattern, str)) or not isinstance(pattern, Sequence):
+        text = _text(pattern)
         _check_windows_leave_a_layer(config)
-        return {"pattern": pattern.spec}
-    texts = [None if one is None else _spec(one) for one in pattern]
+        return {"pattern": text}
+    texts = [None if one is None else _text(one) for one in pattern]
     for layer in range(max(len(texts), num_layers(config))):
         text_of_layer({"pattern": texts}, config, layer, window_of_layer(config, layer))
     return {"pattern": texts}
@@ -256,18 +287,41 @@ def num_layers(config: Any) -> int:
     return number
 
 
-def _spec(pattern: Pattern) -> str:
+def same_entry(one: Any, other: Any) -> bool:
+    """Whether two values of ``config.dilated_attention`` hold the same patterns, as expressions or specs."""
+    try:
+        return bool(one == other or _patterns(one) == _patterns(other))
+    except (LookupError, TypeError, ValueError):  # damaged text
+        return False
+
+
+def _patterns(entry: Any) -> Any:
+    held = entry.get("pattern") if isinstance(entry, dict) and list(entry) == ["pattern"] else None
+    if isinstance(held, str):
+        return _parse(held)
+    return [text if text is None else _parse(text) for text in held] if isinstance(held, list) else entry
+
+
+def _text(pattern: Pattern | str) -> str:
+    """A pattern as a configuration holds it: its expression, or its spec if it has none."""
+    if isinstance(pattern, str):
+        pattern = _parse(pattern)
     if not isinstance(pattern, Pattern):
         raise TypeError(
-            "pattern must be a Pattern such as DilatedPattern([2048, 8192], [1, 4]), or a sequence of one per layer, "
-            f"got {pattern!r} of type {type(pattern).__name__}"
+            "pattern must be a Pattern such as DilatedPattern([2048, 8192], [1, 4]), its text, or a sequence of one "
+            f"per layer, got {pattern!r} of type {type(pattern).__name__}"
         )
-    return pattern.spec
+    return expression_of(pattern) or pattern.spec
 
 
 @constant_of_graph
 def _read(text: str) -> str:
-    """Parse a pattern expression or a :attr:`Pattern.spec`; returns its key in the cache."""
+    """Parse the text of a pattern; returns its key in the cache."""
     if text not in _READ:
-        _READ[text] = pattern_from_spec(text) if text.startswith("[") else pattern_from_expression(text)
+        _READ[text] = _parse(text)
     return text
+
+
+def _parse(text: str) -> Pattern:
+    """The pattern of an expression, or of a :attr:`Pattern.spec`, which earlier versions saved."""
+    return pattern_from_spec(text) if text.startswith("[") else pattern_from_expression(text)

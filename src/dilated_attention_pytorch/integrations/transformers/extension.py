@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from dilated_attention_pytorch.patterns import Pattern
-
-from .config import configuration_errors, text_config
+from .config import PatternOfModel, check_model, configuration_errors, text_config
 from .pattern import set_pattern
 
 if TYPE_CHECKING:
@@ -21,7 +18,7 @@ Rotary = Literal["yarn", "linear", "ntk", "none"]
 
 
 def extend_context(
-    model: PreTrainedModel, length: int, pattern: Pattern | Sequence[Pattern | None], *, rotary: Rotary = "yarn"
+    model: PreTrainedModel, length: int, pattern: PatternOfModel, *, rotary: Rotary = "yarn"
 ) -> PreTrainedModel:
     """Scale a model's rotary positions to ``length`` tokens and set its attention pattern, in place.
 
@@ -73,6 +70,7 @@ def extend_context(
     """
     if rotary not in ("yarn", "linear", "ntk", "none"):
         raise ValueError(f'rotary must be "yarn", "linear", "ntk" or "none", got {rotary!r}')
+    check_model("extend_context", model)
     config = text_config(model.config)
     before = _length_before(config, length)
     rotaries = _rotaries(model, config)

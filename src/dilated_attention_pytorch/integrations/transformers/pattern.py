@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.installation import importing
 
-from .config import FIELD, NAME, check_pattern, chosen_parts, keep_implementation, text_config
+from .config import (
+    FIELD,
+    NAME,
+    PatternOfModel,
+    check_model,
+    check_pattern,
+    chosen_parts,
+    keep_implementation,
+    text_config,
+)
 from .layers import check_is_in_no_part, look_through, watch
 from .registration import register
 
@@ -15,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | None]) -> PreTrainedModel:
+def set_pattern(model: PreTrainedModel, pattern: PatternOfModel) -> PreTrainedModel:
     """Set the attention pattern of a model; pattern and implementation are stored in its configuration.
 
     Includes ``model.set_attn_implementation("dilated")``, and checks every layer of the model. A layer that computes
@@ -23,16 +31,18 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
 
     Args:
         model: a transformers model; for a multimodal model, the pattern of the text part is set.
-        pattern: one for all layers without a sliding window, or one per layer. A layer with a sliding window of
-            w tokens attends under ``local_window(w - 1)``; its entry is None.
+        pattern: one for all layers without a sliding window, or one per layer; a :class:`Pattern` or the text of
+            :func:`pattern_from_expression`, which the configuration holds. A layer with a sliding window of w tokens
+            attends under ``local_window(w - 1)``; its entry is None.
 
     Returns:
         the model itself.
 
     Raises:
-        TypeError: an entry is not a pattern.
-        ValueError: a layer would have both a pattern and a window, or neither; the number of patterns differs from
-            the number of layers.
+        ImportError: transformers is not installed, or cannot be imported.
+        TypeError: ``model`` is not a model of transformers, or an entry is not a pattern.
+        ValueError: a text is not a pattern; a layer would have both a pattern and a window, or neither; the number of
+            patterns differs from the number of layers.
         NotImplementedError: the model, or a layer that is named, has no attention of queries, keys and values that a
             pattern can be given to, or the text part is ambiguous.
 
@@ -41,10 +51,12 @@ def set_pattern(model: PreTrainedModel, pattern: Pattern | Sequence[Pattern | No
     >>> from dilated_attention_pytorch.integrations import set_pattern
     >>> config = LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     >>> set_pattern(LlamaForCausalLM(config), DilatedPattern([16], [2])).config.dilated_attention
-    {'pattern': '[[[16], [2], [0], "modulo", "ragged"]]'}
+    {'pattern': 'DilatedPattern([16], [2])'}
     """
-    from transformers import PreTrainedModel
+    with importing("set_pattern", "train"):
+        from transformers import PreTrainedModel
 
+    check_model("set_pattern", model)
     config = text_config(model.config)
     configs = [config, *_copies(model, config)]
     written_out = look_through(model, configs, is_all_attention=True)
