@@ -64,7 +64,7 @@ def program(words: list[str]) -> list[str]:
 def train(words: list[str]) -> list[str]:
     """The preset ``tiny`` for two steps of 64 tokens; a run that is resumed has its own settings."""
     if "--resume" in words and "auto" not in words:
-        return program(words)
+        return program(with_flags(words, {"--steps": "11"}, is_added=False))
     small = {"--preset": "tiny", **SMALL_TRAINING}
     if "--packing" not in words:
         del small["--max-tokens"]

@@ -200,6 +200,22 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
         resume_extension(stopped.run, quiet())
 
 
+def test_a_finished_run_is_trained_longer_with_its_stages_where_they_were(
+    short: Path, texts: Path, tmp_path: Path
+) -> None:
+    """At a constant rate it ends where a run with that number of steps ends."""
+    few = tiny(short, texts, schedule="constant", warmup_fraction=0.0, steps=8)
+    run = extend(few, tmp_path / "run", quiet()).run
+    trained = record_of(extend(few, run, quiet(), may_resume=True))["measured"]["trained"]
+    outcome = resume_extension(run, quiet(), 12)
+    at_once = extend(dataclasses.replace(few, steps=12, stage_steps=8), tmp_path / "at once", quiet())
+    assert dataclasses.replace(outcome, run=at_once.run) == at_once
+    assert_same_weights(run, at_once.run)
+    assert record_of(outcome)["steps_changed"] == [{"at": 8, "from": 8, "to": 12, "trained": trained}]
+    with pytest.raises(RunError, match=r"--steps 11 is the number that the whole run is to have, .* 12 already"):
+        resume_extension(run, quiet(), 11)
+
+
 _PLAIN_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 
 

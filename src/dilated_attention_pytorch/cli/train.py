@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_BESIDE_RESUME = (*SPREADING, *ON_FAULTS)
+_BESIDE_RESUME = ("steps", *SPREADING, *ON_FAULTS)
 """Settings that may change when a run is resumed."""
 
 
@@ -42,11 +42,12 @@ class Train(TrainSettings):
     """TOML file of settings by name, with underscores for dashes, those of the model in a table [model]. It overrides
     the preset, and flags override it. Every run writes its own as run.toml."""
     resume: Path | None = None
-    """Continue the stopped run in this folder, with its own settings. Allowed with it are only flags that distribute
-    it over processes (--context-parallel, --heads-parallel, --strategy, --layout, --data-parallel, --offload,
-    --offload-folder, --tensor-parallel, --batch-size, --timeout), that handle bad batches (--on-nan,
-    --spike-deviations, --spike-window), --workers and --cache. "auto", with any flags: continue the run that the
-    same command line started in --output, if there is one; for jobs that a scheduler restarts."""
+    """Continue the stopped run in this folder, with its own settings; with a larger --steps also a finished one.
+    Allowed with it are only --steps, flags that distribute it over processes (--context-parallel, --heads-parallel,
+    --strategy, --layout, --data-parallel, --offload, --offload-folder, --tensor-parallel, --batch-size, --timeout),
+    that handle bad batches (--on-nan, --spike-deviations, --spike-window), --workers and --cache. "auto", with any
+    flags: continue the run that the same command line started in --output, if there is one; for jobs that a scheduler
+    restarts."""
     given: tuple[str, ...] = dataclasses.field(default=(), init=False)
     """Names of the settings given on the command line."""
 

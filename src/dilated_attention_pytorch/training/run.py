@@ -39,6 +39,7 @@ from .lifecycle import (
 from .manifest import read_sealed
 from .process_group import all_or_none, check_alike, from_all, from_first, in_first, joined, num_processes, say_once
 from .process_identity import launch, launch_record
+from .prolongation import change_steps, with_steps
 from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
 from .spreading import respread
@@ -99,10 +100,11 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
 
     With another number of processes, or ``changes`` of the distribution over them, the steps take the same windows
     (:func:`.spreading.respread`); results then differ by rounding, and in the random numbers of dropout.
-    ``changes`` may also set what to do about bad batches (:data:`.spreading.ON_FAULTS`).
+    ``changes`` may also set what to do about bad batches (:data:`.spreading.ON_FAULTS`), and ``steps``: with more of
+    them the run, which may be finished, is trained longer (:mod:`.prolongation`).
 
     Raises:
-        RunError: no intact checkpoint, changed data, or a folder in use.
+        RunError: no intact checkpoint, changed data, a folder in use, or fewer steps than it has taken.
     """
     end_with_launcher(os.environ)
     preflight.check_train_command()
@@ -153,11 +155,14 @@ def _begin(settings: TrainSettings, output: Path, console: Console, device: str,
 
 def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
     sampling = f"sample from it with `dilated-attention generate {shlex.quote(str(folder))}`"
-    with read_record(folder, "train", finished=sampling) as record:
+    steps = changes.get("steps")
+    with read_record(folder, "train", finished=sampling, steps=steps) as record:
         settings = TrainSettings.from_dict(record["settings"])
         processes = int(record["processes"])
     try:
-        settings = respread(settings, processes, num_processes(), changes)
+        settings = settings if steps is None else with_steps(settings, steps)
+        spreading = {name: value for name, value in changes.items() if name != "steps"}
+        settings = respread(settings, processes, num_processes(), spreading)
     except (RunError, ValueError) as error:
         raise RunError(f"--resume {folder}: {error}") from error
     preflight.check_settings(settings)
@@ -173,6 +178,7 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
         settings, data, model = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
         with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
+            change_steps(opened, settings, "train")
             return _train_and_report(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
@@ -280,7 +286,13 @@ def _train_and_report(run: _Run) -> Outcome:
     settings, opened, args = run.settings, run.opened, run.args
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
-    stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+    stages = Stages.of(
+        settings.stages,
+        settings.model,
+        context_length=settings.context_length,
+        steps=settings.steps,
+        stage_steps=settings.stage_steps,
+    )
     training = run.data.training(stages, windows_per_step)
     evaluation = run.data.evaluation()
     trainer = LongNetTrainer(

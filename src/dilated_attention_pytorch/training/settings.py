@@ -165,7 +165,7 @@ class TrainSettings(RunSettings):
                 "model.checkpoint_every says which blocks model.gradient_checkpointing recomputes, got "
                 f"{self.model.checkpoint_every} without it; set it too, or leave this out"
             )
-        self.stages.check(self.context_length, self.steps, self.model)
+        self.stages.check(self.context_length, self.steps, self.model, stage_steps=self.stage_steps)
         self._check_spreading()
         if self.context_parallel % self.heads_parallel:
             raise ValueError(
