@@ -70,8 +70,6 @@ def train(words: list[str]) -> list[str]:
         del small["--max-tokens"]
     if "--config" in words:
         small["--model.num-layers"] = "2"
-    if "--tokenizer" in words:
-        small["--model.vocab-size"] = "300"
     if "--track" in words:
         small |= {"--prometheus-port": "0"}
     if "--cache" in words:

@@ -239,7 +239,7 @@ TABLE: dict[str, list[Row]] = {
         Row("train --preset tiny --output {}/new --cache {}/new2 --data {}/bad/cut.jsonl", "cut.jsonl, line 2 is not valid JSON"),
         Row(f"{TRAIN} --cache {{}}/file", "the cache of tokens cannot be written to {}/file (File exists); make room"),
         Row(f"{TRAIN} --model.vocab-size 300", "model.vocab_size must be 256, one token a byte, got 300; or name the"),
-        Row(f"{TRAIN} --tokenizer {{}}/tokenizer.json", "has 300 tokens and the model 256; add --model.vocab-size 300"),
+        Row(f"{TRAIN} --tokenizer {{}}/tokenizer.json --model.vocab-size 256", "has 300 tokens and the model 256; leave --model.vocab-size out, or set it to 300"),
         Row(f"{TRAIN} --tokenizer {{}}/taken", "there is no file {}/taken/tokenizer.json; name the tokenizer.json of a"),
         Row(f"{TRAIN} --tokenizer {{}}/file", "{}/file is damaged or not a tokenizer ("),
         Row(f"{TRAIN} --weights 1 2", "weights must be one for each of data, got 2 for 1; leave them out"),

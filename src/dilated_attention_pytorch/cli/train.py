@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.training import PRESETS, Outcome, RunError, TrainSettings
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
 from dilated_attention_pytorch.training.spreading import ON_FAULTS, SPREADING
@@ -102,7 +103,32 @@ def defaults_of(argv: Sequence[str]) -> Train:
         chosen = "gpu" if torch.cuda.is_available() else "cpu"
     settings = PRESETS[chosen]()
     fields = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
+    fields |= _of_named_folders(settings, argv, values)
     return with_values(Train(**fields, preset=name), values, Path(file or "."))
+
+
+def _of_named_folders(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that follow from the folders of ``--init-from`` and ``--tokenizer``: the model, and its tokens."""
+
+    def named(name: str) -> Path | None:
+        path = word_after(f"--{name.replace('_', '-')}", argv) or values.get(name)
+        return Path(path) if isinstance(path, str) and path else None
+
+    model, source, tokenizer = settings.model, named("init_from"), named("tokenizer")
+    if source is None and tokenizer is None:
+        return {}
+    from dilated_attention_pytorch.training.data.tokenizer import TOKENIZER_NAME, load_tokenizer
+
+    if source is not None:
+        from dilated_attention_pytorch.training.initial_weights import model_of
+
+        model = model_of(source)
+        if tokenizer is None and (source / TOKENIZER_NAME).is_file():
+            tokenizer = source
+    if tokenizer is not None:
+        require(f"--tokenizer {tokenizer}", ("tokenizers",), "train")
+        model = dataclasses.replace(model, vocab_size=load_tokenizer(tokenizer).vocab_size)
+    return {"model": model, "init_from": source, "tokenizer": tokenizer}
 
 
 def settings_of(command: TrainSettings) -> TrainSettings:

@@ -23,11 +23,12 @@ from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME
+from .checkpoint import SETTINGS_NAME, latest_checkpoint
 from .data.corpus import check_same_corpus, describe_corpus
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import describe_skipped
 from .eight_bit import convert_to_float8
+from .initial_weights import InitialWeights, find_initial_weights
 from .lifecycle import (
     OpenRun,
     begin,
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
     from .trainer import LongNetTrainer
 
-_PER_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
-"""Settings that may differ between processes; of the text and the tokenizer the contents are compared."""
+_PER_HOST = ("data", "cache", "tokenizer", "init_from", "offload_folder", "threads", "workers")
+"""Settings that may differ between processes; of text, tokenizer and initial weights the contents are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +141,15 @@ def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, ma
 
 def _begin(settings: TrainSettings, output: Path, console: Console, device: str, args: TrainingArguments) -> Outcome:
     in_first(lambda: preflight.check_output(output))
-    settings, data, model = _prepared(settings, output, device, console)
+    settings, data, model, initial = _prepared(settings, output, device, console)
     agents = launch_record(from_all(launch()))
     with begin(output, console) as opened:
 
         def write_record() -> None:
             values = {"corpus": data.figures, "processes": num_processes(), "launch": agents}
+            if initial is not None:
+                values["init_from"] = initial.record()
+                opened.say(f"weights: those of {initial.folder} (SHA-256 {initial.digest})")
             opened.write_record("train", settings, device, **values, **save_tokenizer(data.tokenizer, output))
             model.config.save_pretrained(output)
 
@@ -175,7 +179,7 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
             f"{settings.batch_size} windows, {settings.gradient_accumulation} of them a step",
         )
     with _joined(settings, folder, device, "resume") as args:
-        settings, data, model = _prepared(settings, folder, device, console, record)
+        settings, data, model, _ = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
         with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
             change_steps(opened, settings, "train")
@@ -184,21 +188,34 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
 
 def _prepared(
     settings: TrainSettings, folder: Path, device: str, console: Console, record: dict[str, Any] | None = None
-) -> tuple[TrainSettings, RunData, LongNetForCausalLM]:
-    """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``."""
+) -> tuple[TrainSettings, RunData, LongNetForCausalLM, InitialWeights | None]:
+    """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``.
+
+    Returns the initial weights too, if the model has any and no checkpoint is to be loaded into it.
+    """
     preflight.check_train_machine(settings, folder, device)
     if record is None:
         settings = _choose_together(settings, device, console)
     else:
         verify_tokenizer(folder, record)
     tokenizer = read_tokenizer(settings, None if record is None else folder)
+    initial = None
+    if settings.init_from is not None and (record is None or latest_checkpoint(folder) is None):
+        initial = find_initial_weights(settings, tokenizer)
+        if record is not None and initial.record()["sha256"] != record["init_from"]["sha256"]:
+            raise RunError(
+                f"--resume {folder}: the weights in {settings.init_from} are not those that the run began with "
+                f"(SHA-256 {record['init_from']['sha256']}), and there is no checkpoint yet; restore them, or start a "
+                "new run with another --output"
+            )
     data = read_data(settings, tokenizer, functools.partial(console.print, markup=False))
-    check_alike({"tokenizer": tokenizer.digest, "text": data.figures})
+    digest = "" if initial is None else initial.digest
+    check_alike({"tokenizer": tokenizer.digest, "initial weights": digest, "text": data.figures})
     if record is None:
         data.check()
     else:
         check_same_corpus(data.figures, record["corpus"], folder)
-    return settings, data, _build(settings)
+    return settings, data, _build(settings, initial), initial
 
 
 def _choose_together(settings: TrainSettings, device: str, console: Console) -> TrainSettings:
@@ -261,7 +278,7 @@ def _joined(settings: TrainSettings, folder: Path, device: str, command: str) ->
         yield args
 
 
-def _build(settings: TrainSettings) -> LongNetForCausalLM:
+def _build(settings: TrainSettings, initial: InitialWeights | None) -> LongNetForCausalLM:
     """Build the model, after all memory checks: its weights would be missing from the memory that others measure."""
     from transformers import set_seed
     from transformers.utils import logging
@@ -271,6 +288,8 @@ def _build(settings: TrainSettings) -> LongNetForCausalLM:
     logging.disable_progress_bar()
     set_seed(settings.seed)
     model = LongNetForCausalLM.from_longnet_config(settings.model)
+    if initial is not None:
+        initial.load_into(model)
     if settings.precision == "float8":
         convert_to_float8(model)
     return model

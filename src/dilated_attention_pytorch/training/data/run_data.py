@@ -55,7 +55,7 @@ def read_tokenizer(settings: TrainSettings, folder: Path | None = None) -> Token
     if loaded.vocab_size != settings.model.vocab_size:
         raise RunError(
             f"{what} has {loaded.vocab_size:,} tokens and the model {settings.model.vocab_size:,}; "
-            f"add --model.vocab-size {loaded.vocab_size}"
+            f"leave --model.vocab-size out, or set it to {loaded.vocab_size}"
         )
     return loaded
 
