@@ -155,7 +155,7 @@ def _report(outcome: Outcome, console: Console) -> None:
     console.print(
         f"in {run}: model.safetensors, config.json, training.json, run.toml, metrics.jsonl, loss.png, "
         "sample.txt\n"
-        f"generate from it with:\n  dilated-attention generate {run} --prompt 'def main('",
+        f"generate from it with:\n  dilated-attention generate {run} --prompt {shlex.quote(outcome.prompt or '')}",
         highlight=False,
         soft_wrap=True,
     )

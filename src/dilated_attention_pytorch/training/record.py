@@ -152,6 +152,8 @@ class Outcome(_Ended):
     """Bits per byte of the last quarter if the model sees nothing before it."""
     sample: str | None = None
     """A sampled text."""
+    prompt: str | None = None
+    """The beginning of a text like those of the run."""
 
     @classmethod
     def of_finished(cls, run: Path) -> Outcome:
@@ -166,6 +168,7 @@ class Outcome(_Ended):
                 quarters=result["bits_per_byte_by_quarter"],
                 last_quarter_alone=result["last_quarter_alone"],
                 sample=_read_sample(run),
+                prompt=result.get("prompt"),
             )
 
 

@@ -383,9 +383,9 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     sampling = SampleSettings(
         max_new_tokens=max(1, settings.sample_length), temperature=settings.sample_temperature, seed=settings.seed
     )
-    sample = settings.sample_prompt + "".join(
-        sample_text(model.model, settings.sample_prompt, sampling, run.data.tokenizer)
-    )
+    fitting = run.data.prompt()
+    prompt = settings.sample_prompt or fitting
+    sample = prompt + "".join(sample_text(model.model, prompt, sampling, run.data.tokenizer))
     if trainer.is_world_process_zero():
         result: dict[str, Any] = {
             "bits_per_byte": bits,
@@ -394,6 +394,7 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
             "bits_per_byte_by_quarter": quarters,
             "last_quarter_alone": alone,
             "quarter_files": len(files),
+            "prompt": fitting,
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }
         opened.add_to_record(result=result)
@@ -409,4 +410,5 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
         quarters=quarters,
         last_quarter_alone=alone,
         sample=sample,
+        prompt=fitting,
     )

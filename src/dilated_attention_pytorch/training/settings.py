@@ -132,7 +132,7 @@ class TrainSettings(RunSettings):
     eval_steps: int = 100
     save_steps: int = 200
     sample_prompt: str = ""
-    """Prompt of the text in sample.txt; empty: the beginning of a file."""
+    """Prompt of the text in sample.txt; empty: the beginning of a held-out file, or of a Python function."""
     sample_length: int = 600
     """Tokens of text to sample at the end."""
     sample_temperature: float = 0.7
@@ -267,7 +267,12 @@ class TrainSettings(RunSettings):
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""
         chosen = ("parallel", "data_parallel", "context_parallel") if self.parallel == "auto" else ()
-        return {**RunSettings.left_open(self), "cache": None, **{name: getattr(self, name) for name in chosen}}
+        return {
+            **RunSettings.left_open(self),
+            "cache": None,
+            "sample_prompt": "",
+            **{name: getattr(self, name) for name in chosen},
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
