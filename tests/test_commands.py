@@ -64,14 +64,12 @@ def program(words: list[str]) -> list[str]:
 def train(words: list[str]) -> list[str]:
     """The preset ``tiny`` for two steps of 64 tokens; a run that is resumed has its own settings."""
     if "--resume" in words and "auto" not in words:
-        return program(words)
+        return program(with_flags(words, {"--steps": "11"}, is_added=False))
     small = {"--preset": "tiny", **SMALL_TRAINING}
     if "--packing" not in words:
         del small["--max-tokens"]
     if "--config" in words:
         small["--model.num-layers"] = "2"
-    if "--tokenizer" in words:
-        small["--model.vocab-size"] = "300"
     if "--track" in words:
         small |= {"--prometheus-port": "0"}
     if "--cache" in words:

@@ -91,6 +91,18 @@ def go_on(run: str, stop: int | None, changes: dict[str, Any], samples: str) -> 
         resume(Path(run), quiet(), changes)
 
 
+def prolong(folder: str, cases: dict[str, dict[str, Any]]) -> None:
+    """Runs of 4 steps that are then trained to 7, and the same runs with 7 steps at once."""
+    place = Path(folder)
+    leave_out_figures(pytest.MonkeyPatch())
+    same = {"schedule": "constant", "warmup_fraction": 0.0, "save_steps": 3, "dropout": 0.1}
+    with leaving_together():
+        for name, changes in cases.items():
+            run = train(small_settings(place / "texts", steps=4, **same, **changes), place / name, quiet()).run
+            resume(run, quiet(), {"steps": 7})
+            train(small_settings(place / "texts", steps=7, **same, **changes), place / f"{name} at once", quiet())
+
+
 def train_and_stop(folder: str, texts: str, changes: dict[str, Any]) -> None:
     """A run whose last rank stops itself (SIGSTOP) in the backward pass of its third step.
 

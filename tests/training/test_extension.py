@@ -26,6 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.installation import NAME
 from dilated_attention_pytorch.integrations import register
 from dilated_attention_pytorch.patterns import pattern_from_expression
@@ -196,6 +197,48 @@ def test_the_saved_model_reads_long_texts_and_generates(finished: ExtensionOutco
     assert model.generate(tokens, max_new_tokens=5, do_sample=False, min_new_tokens=5).shape == (1, 105)
 
 
+def greedy(run: Path, tokens: list[int], number: int) -> list[int]:
+    """The most likely tokens after ``tokens``, each from a pass over all before it, without a cache."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(run, attn_implementation="dilated").eval()
+    given = len(tokens)
+    while len(tokens) < given + number:
+        with torch.no_grad():
+            tokens = [*tokens, int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())]
+    return tokens[given:]
+
+
+def generated(run: Path, prompt: str, *flags: str) -> list[str]:
+    return ["generate", str(run), "--prompt", prompt, "--max-new-tokens", "30", "--device", "cpu", *flags]
+
+
+def test_generate_continues_a_text_by_the_extended_model(
+    finished: ExtensionOutcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "def f1_1(x): return x * 1 + 1\ndef f1_2"
+    expected = bytes(greedy(finished.run, [0, *prompt.encode()], 30))
+    assert 0 not in expected
+    main(generated(finished.run, prompt, "--temperature", "0"))
+    assert capsys.readouterr().out == prompt + expected.decode(errors="replace") + "\n"
+    drawn = []
+    for seed in ("1", "1", "2"):
+        main(generated(finished.run, prompt, "--seed", seed, "--temperature", "1.5", "--top-k", "100"))
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1] != drawn[2]
+    # The folder of a run that is not finished, and what is no run: a saved model with a pattern, one without.
+    stopped = Path(shutil.copytree(finished.run, tmp_path / "stopped"))
+    (stopped / "model.safetensors").unlink()
+    saved = Path(shutil.copytree(finished.run, tmp_path / "saved"))
+    (saved / "training.json").unlink()
+    for run in (stopped, saved):
+        main(generated(run, prompt, "--temperature", "0"))
+        assert capsys.readouterr().out == prompt + expected.decode(errors="replace") + "\n"
+    LlamaForCausalLM(config()).save_pretrained(tmp_path / "plain")
+    with pytest.raises(SystemExit):
+        main(generated(tmp_path / "plain", prompt))
+    assert "holds a model of type 'llama' without a pattern; name the --output of" in capsys.readouterr().err
+
+
 def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
     finished: ExtensionOutcome, short: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +256,22 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_ends(
     assert_same_weights(stopped.run, finished.run)
     with pytest.raises(RunError, match="that run is finished"):
         resume_extension(stopped.run, quiet())
+
+
+def test_a_finished_run_is_trained_longer_with_its_stages_where_they_were(
+    short: Path, texts: Path, tmp_path: Path
+) -> None:
+    """At a constant rate it ends where a run with that number of steps ends."""
+    few = tiny(short, texts, schedule="constant", warmup_fraction=0.0, steps=8)
+    run = extend(few, tmp_path / "run", quiet()).run
+    trained = record_of(extend(few, run, quiet(), may_resume=True))["measured"]["trained"]
+    outcome = resume_extension(run, quiet(), 12)
+    at_once = extend(dataclasses.replace(few, steps=12, stage_steps=8), tmp_path / "at once", quiet())
+    assert dataclasses.replace(outcome, run=at_once.run) == at_once
+    assert_same_weights(run, at_once.run)
+    assert record_of(outcome)["steps_changed"] == [{"at": 8, "from": 8, "to": 12, "trained": trained}]
+    with pytest.raises(RunError, match=r"--steps 11 is the number that the whole run is to have, .* 12 already"):
+        resume_extension(run, quiet(), 11)
 
 
 _PLAIN_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
@@ -418,7 +477,9 @@ def train_tokenizer(folder: Path, text: str) -> PreTrainedTokenizerFast:
     return fast
 
 
-def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_path: Path) -> None:
+def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus = read_corpus([texts])
     torch.manual_seed(1)
     folder = tmp_path / "short"
@@ -444,6 +505,11 @@ def test_a_model_with_a_tokenizer_is_measured_in_bits_per_byte(texts: Path, tmp_
     assert saved.model_max_length == LONG
     evaluations = [entry for entry in read_metrics(outcome.run) if "eval_bits_per_byte" in entry]
     assert evaluations[0]["eval_bits_per_byte"] == pytest.approx(math.log2(320) / per_token, rel=0.05)
+    prompt = "def f1_1(x):"
+    expected = fast.decode(greedy(outcome.run, [fast.eos_token_id, *fast(prompt)["input_ids"]], 30))
+    assert "<end>" not in expected
+    main(generated(outcome.run, prompt, "--temperature", "0"))
+    assert capsys.readouterr().out == f"{prompt}{expected}\n"
 
 
 def test_models_that_cannot_be_extended_are_refused_by_name(texts: Path, tmp_path: Path) -> None:

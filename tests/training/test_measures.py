@@ -119,7 +119,7 @@ def test_the_rate_of_a_machine_is_positive_and_memory_holds_what_was_taken() -> 
 def test_every_entry_of_the_loss_says_how_fast_how_much_memory_and_how_often(tmp_path: Path) -> None:
     run = train(tiny_settings(write_texts(tmp_path / "texts")), tmp_path / "run", quiet()).run
     begun, *entries = read_metrics(run)
-    assert begun.keys() == {"step", "seconds", "matrix_product_flops"}
+    assert begun.keys() == {"step", "seconds", "matrix_product_flops", "steps"}
     assert (begun["step"], begun["seconds"]) == (0, 0.0)
     flops = 2 * training_flops(longnet_flops(tiny_settings(tmp_path).model), Stages((256,), (9,), (1,)), 1)
     losses = [entry for entry in entries if "loss" in entry]
@@ -137,7 +137,7 @@ def test_every_entry_of_the_loss_says_how_fast_how_much_memory_and_how_often(tmp
 def test_a_log_that_is_taken_up_has_no_step_twice(tmp_path: Path) -> None:
     def take_up(step: int) -> list[float]:
         work = WorkDone(tokens_after=int, bytes_after=float, flops_after=int)
-        Metrics(tmp_path, step, work=work, device=torch.device("cpu"), matrix_product_flops=1e9, receivers=())
+        Metrics(tmp_path, step, steps=9, work=work, device=torch.device("cpu"), matrix_product_flops=1e9, receivers=())
         return [entry["step"] for entry in read_metrics(tmp_path)]
 
     assert take_up(0) == [0]
@@ -146,7 +146,8 @@ def test_a_log_that_is_taken_up_has_no_step_twice(tmp_path: Path) -> None:
             file.write(json.dumps({"step": step, "seconds": 3.0 * step, "bits_per_byte": 2.0}) + "\n")
     assert take_up(4) == [0, 2, 4, 4]
     assert take_up(4) == [0, 2, 4, 4]  # nothing was done in between
-    assert read_metrics(tmp_path)[-1] == {"step": 4, "seconds": 12.0, "matrix_product_flops": 1e9}
+    begun = {"step": 4, "seconds": 12.0, "matrix_product_flops": 1e9, "steps": 9}
+    assert read_metrics(tmp_path)[-1] == begun
 
 
 def test_a_run_that_went_on_after_a_fault_has_one_entry_a_step_and_says_what_it_cost(

@@ -178,7 +178,7 @@ def _parse(args: list[str]) -> _Command:
                 raise RunError(f"{name} {flag} was removed: {_REMOVED[name][flag]}")
         default: dict[str, Any] = {"default": _DEFAULTS[name](rest)} if name in _DEFAULTS else {}
         command: _Command = tyro.cli(COMMANDS[name], args=rest, prog=f"{prog} {name}", config=_TYRO, **default)
-        if isinstance(command, Train):
+        if isinstance(command, (Train, Extend)):
             command.given = tuple(flag.removeprefix("--").replace("-", "_") for flag in flags_in(rest))
         return command
     description = (

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tyro
+
 from dilated_attention_pytorch.models.card import lines_to_load
 from dilated_attention_pytorch.training import ExtensionOutcome, ExtensionSettings, RunError
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
@@ -42,9 +44,12 @@ class Extend(ExtensionSettings):
     """TOML file of settings by name, with underscores for dashes; flags override it. Every run writes its own as
     run.toml."""
     resume: Path | None = None
-    """Continue the stopped run in this folder, with its own settings; no other flags are allowed. "auto", with
-    any flags: continue the run that the same command line started in --output, if there is one; for jobs that a
-    scheduler restarts."""
+    """Continue the stopped run in this folder, with its own settings; with a larger --steps also a finished one. No
+    other flags are allowed. "auto", with any flags: continue the run that the same command line started in --output,
+    if there is one; for jobs that a scheduler restarts."""
+
+    given: tyro.conf.Suppress[tuple[str, ...]] = dataclasses.field(default=(), init=False)
+    """Names of the settings given on the command line."""
 
     def __post_init__(self) -> None:
         if self.model:
@@ -67,7 +72,8 @@ class Extend(ExtensionSettings):
             if self.resume is None or is_auto(self.resume):
                 outcome = extend(self._settings(), self.output, console, may_resume=self.resume is not None)
             else:
-                outcome = resume_extension(self.resume, console)
+                steps = self.steps if "steps" in self.given else None
+                outcome = resume_extension(self.resume, console, steps)
         except KeyboardInterrupt:
             leave_at_once("extend", self.output if self.resume is None or is_auto(self.resume) else self.resume)
         _report(outcome, console)
@@ -86,7 +92,7 @@ def defaults_of_extend(argv: Sequence[str]) -> Extend:
     Raises:
         RunError: the file does not exist or holds unknown settings, or other flags are used with ``--resume``.
     """
-    check_resume_alone(argv)
+    check_resume_alone(argv, beside=["--steps"])
     file = word_after("--config", argv)
     return Extend() if file is None else with_values(Extend(), read_configuration(Path(file)), Path(file))
 

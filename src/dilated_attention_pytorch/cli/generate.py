@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
 
@@ -13,10 +13,6 @@ from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training.eight_bit import Weights, import_torchao, make_small
 from dilated_attention_pytorch.training.run_settings import DeviceChoice
 from dilated_attention_pytorch.training.settings import SampleSettings
-
-if TYPE_CHECKING:
-    from dilated_attention_pytorch.models import LongNetLM
-    from dilated_attention_pytorch.training.data.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,7 +24,8 @@ class Generate(SampleSettings):
     """
 
     run: tyro.conf.Positional[Path]
-    """Run folder that `train` wrote; for an unfinished run, its last complete checkpoint is used."""
+    """Run folder that `train` or `extend` wrote (for an unfinished run, its last complete checkpoint is used), or a
+    model that was saved with a pattern."""
     prompt: str | None = None
     """Text to continue. Default: standard input, or on a terminal one prompt after the other."""
     device: DeviceChoice = "auto"
@@ -44,25 +41,18 @@ class Generate(SampleSettings):
         """
         from dilated_attention_pytorch.machine import choose_device
         from dilated_attention_pytorch.training import preflight
-        from dilated_attention_pytorch.training.data.run_data import tokenizer_of
-        from dilated_attention_pytorch.training.trained_model import load_model, model_folder
 
         preflight.check_packages("generating")
         device = choose_device(self.device)
         if self.weights != "stored":
             import_torchao(f"--weights {self.weights}")
-        folder, left = model_folder(self.run)
-        for name, reason in left.items():
-            print(f"dilated-attention: {name} is skipped, {folder.name} is used instead: {reason}", file=sys.stderr)
         prompt = self.prompt
         is_dialogue = prompt is None and sys.stdin.isatty()
         if prompt is None and not is_dialogue:
             prompt = _standard_input()
-        model = load_model(folder).model.to(device)
-        make_small(model, self.weights)
-        tokenizer = tokenizer_of(self.run, model.config.vocab_size)
+        continue_text = self._opened(device)
         if prompt is not None:
-            self._write(model, tokenizer, prompt)
+            continue_text(prompt)
             return
         print("Type a prompt and Enter; Ctrl-C stops a text, Ctrl-D ends.")
         while True:
@@ -72,19 +62,57 @@ class Generate(SampleSettings):
                 print()
                 return
             try:
-                self._write(model, tokenizer, prompt)
+                continue_text(prompt)
             except KeyboardInterrupt:
                 print()
 
-    def _write(self, model: LongNetLM, tokenizer: Tokenizer, prompt: str) -> None:
-        from dilated_attention_pytorch.training.trained_model import sample_text
+    def _opened(self, device: str) -> Callable[[str], None]:
+        """A function that writes a prompt and its continuation by the model of the folder."""
+        from dilated_attention_pytorch.training.extended_model import is_of_transformers, write_text_after
 
-        sys.stdout.write(prompt)
-        sys.stdout.flush()
-        for piece in sample_text(model, prompt, self, tokenizer):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        if is_of_transformers(self.run):
+            from dilated_attention_pytorch.training.evaluated_model import open_model
+
+            opened = open_model(str(self.run), device)
+            _say_skipped(opened.rejected, opened.weights)
+            make_small(opened.model, self.weights)
+
+            def continue_text(prompt: str) -> None:
+                _write(prompt)
+                write_text_after(prompt, opened, self, _write, _say)
+                _write("\n")
+
+            return continue_text
+        from dilated_attention_pytorch.training.data.run_data import tokenizer_of
+        from dilated_attention_pytorch.training.trained_model import load_model, model_folder, sample_text
+
+        folder, left = model_folder(self.run)
+        _say_skipped(left, folder.name)
+        model = load_model(folder).model.to(device)
+        make_small(model, self.weights)
+        tokenizer = tokenizer_of(self.run, model.config.vocab_size)
+
+        def continue_text_of_longnet(prompt: str) -> None:
+            _write(prompt)
+            for piece in sample_text(model, prompt, self, tokenizer):
+                _write(piece)
+            _write("\n")
+
+        return continue_text_of_longnet
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _say(line: str) -> None:
+    print(f"dilated-attention: {line}", file=sys.stderr)
+
+
+def _say_skipped(rejected: Mapping[str, str], used: str) -> None:
+    for name, reason in rejected.items():
+        _say(f"{name} is skipped, {used} is used instead: {reason}")
 
 
 def _standard_input() -> str:

@@ -26,7 +26,7 @@ class Tokenizer:
     """As for `train`: text files, folders, JSONL, Parquet, folders saved by datasets; default: the source of the
     running Python's standard library."""
     vocab_size: int
-    """Vocabulary size, at least 257; the model's --model.vocab-size."""
+    """Vocabulary size, at least 257."""
     output: Path
     """The tokenizer.json to write, in the format of the libraries tokenizers and transformers. It must not exist."""
     text_field: str = "text"
@@ -55,8 +55,14 @@ class Tokenizer:
         tokenizer = train_tokenizer(texts, self.vocab_size)
         write_text(self.output, tokenizer.text)
         num_bytes = sum(part.num_bytes for part in sources)
+        words = ["dilated-attention", "train", "--tokenizer", str(self.output)]
+        if self.data:
+            words += ["--data", *map(str, self.data)]
+        if self.mixture:
+            words += ["--weights", *["1"] * len(self.data)]
+        if self.text_field != "text":
+            words += ["--text-field", self.text_field]
         print(
             f"{shlex.quote(str(self.output))}: {tokenizer.vocab_size:,} tokens, from what is not held out of "
-            f"{num_bytes:,} bytes of text; train with it:\n  dilated-attention train --tokenizer "
-            f"{shlex.quote(str(self.output))} --model.vocab-size {tokenizer.vocab_size}"
+            f"{num_bytes:,} bytes of text; train with it:\n  {shlex.join(words)}"
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.training import PRESETS, Outcome, RunError, TrainSettings
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
 from dilated_attention_pytorch.training.spreading import ON_FAULTS, SPREADING
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_BESIDE_RESUME = (*SPREADING, *ON_FAULTS)
+_BESIDE_RESUME = ("steps", *SPREADING, *ON_FAULTS)
 """Settings that may change when a run is resumed."""
 
 
@@ -42,11 +43,12 @@ class Train(TrainSettings):
     """TOML file of settings by name, with underscores for dashes, those of the model in a table [model]. It overrides
     the preset, and flags override it. Every run writes its own as run.toml."""
     resume: Path | None = None
-    """Continue the stopped run in this folder, with its own settings. Allowed with it are only flags that distribute
-    it over processes (--context-parallel, --heads-parallel, --strategy, --layout, --data-parallel, --offload,
-    --offload-folder, --tensor-parallel, --batch-size, --timeout), that handle bad batches (--on-nan,
-    --spike-deviations, --spike-window), --workers and --cache. "auto", with any flags: continue the run that the
-    same command line started in --output, if there is one; for jobs that a scheduler restarts."""
+    """Continue the stopped run in this folder, with its own settings; with a larger --steps also a finished one.
+    Allowed with it are only --steps, flags that distribute it over processes (--context-parallel, --heads-parallel,
+    --strategy, --layout, --data-parallel, --offload, --offload-folder, --tensor-parallel, --batch-size, --timeout),
+    that handle bad batches (--on-nan, --spike-deviations, --spike-window), --workers and --cache. "auto", with any
+    flags: continue the run that the same command line started in --output, if there is one; for jobs that a scheduler
+    restarts."""
     given: tuple[str, ...] = dataclasses.field(default=(), init=False)
     """Names of the settings given on the command line."""
 
@@ -101,7 +103,32 @@ def defaults_of(argv: Sequence[str]) -> Train:
         chosen = "gpu" if torch.cuda.is_available() else "cpu"
     settings = PRESETS[chosen]()
     fields = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
+    fields |= _of_named_folders(settings, argv, values)
     return with_values(Train(**fields, preset=name), values, Path(file or "."))
+
+
+def _of_named_folders(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that follow from the folders of ``--init-from`` and ``--tokenizer``: the model, and its tokens."""
+
+    def named(name: str) -> Path | None:
+        path = word_after(f"--{name.replace('_', '-')}", argv) or values.get(name)
+        return Path(path) if isinstance(path, str) and path else None
+
+    model, source, tokenizer = settings.model, named("init_from"), named("tokenizer")
+    if source is None and tokenizer is None:
+        return {}
+    from dilated_attention_pytorch.training.data.tokenizer import TOKENIZER_NAME, load_tokenizer
+
+    if source is not None:
+        from dilated_attention_pytorch.training.initial_weights import model_of
+
+        model = model_of(source)
+        if tokenizer is None and (source / TOKENIZER_NAME).is_file():
+            tokenizer = source
+    if tokenizer is not None:
+        require(f"--tokenizer {tokenizer}", ("tokenizers",), "train")
+        model = dataclasses.replace(model, vocab_size=load_tokenizer(tokenizer).vocab_size)
+    return {"model": model, "init_from": source, "tokenizer": tokenizer}
 
 
 def settings_of(command: TrainSettings) -> TrainSettings:
@@ -128,7 +155,7 @@ def _report(outcome: Outcome, console: Console) -> None:
     console.print(
         f"in {run}: model.safetensors, config.json, training.json, run.toml, metrics.jsonl, loss.png, "
         "sample.txt\n"
-        f"generate from it with:\n  dilated-attention generate {run} --prompt 'def main('",
+        f"generate from it with:\n  dilated-attention generate {run} --prompt {shlex.quote(outcome.prompt or '')}",
         highlight=False,
         soft_wrap=True,
     )

@@ -73,7 +73,13 @@ def with_length(settings: TrainSettings, length: int, **changes: Any) -> TrainSe
     Stages and the tokens of a batch are left out, as they are given for the context length of the run.
     """
     return dataclasses.replace(
-        settings, context_length=length, stages=StageSettings(), max_tokens=0, max_batch_size=0, **changes
+        settings,
+        context_length=length,
+        stages=StageSettings(),
+        stage_steps=0,
+        max_tokens=0,
+        max_batch_size=0,
+        **changes,
     )
 
 

@@ -93,12 +93,14 @@ class Interruption(TrainerCallback):
 class Metrics(TrainerCallback):
     """Writes ``metrics.jsonl``: one JSON object per line for every entry of the training loss and every evaluation.
 
-    At the start and at every resumption, a line records the machine's speed (``matrix_product_flops``).
+    At the start and at every resumption, a line records the machine's speed (``matrix_product_flops``) and the number
+    of steps that the run is to have (``steps``).
     Entries are passed on to the receivers.
 
     Args:
         run: run folder.
         step: step at which the run resumes; later entries are dropped, since they are written again.
+        steps: number of steps of the run.
         work: amount of work of the steps.
         device: device of the run.
         matrix_product_flops: operations per second of all processes together (:func:`matrix_product_rate`).
@@ -110,6 +112,7 @@ class Metrics(TrainerCallback):
         run: Path,
         step: int,
         *,
+        steps: int,
         work: WorkDone,
         device: torch.device,
         matrix_product_flops: float,
@@ -122,7 +125,7 @@ class Metrics(TrainerCallback):
         self.receivers = receivers
         kept = [entry for entry in read_metrics(run) if entry["step"] <= step]
         self._seconds = max((entry["seconds"] for entry in kept), default=0.0)
-        begun = {"step": step, "seconds": self._seconds, "matrix_product_flops": matrix_product_flops}
+        begun = {"step": step, "seconds": self._seconds, "matrix_product_flops": matrix_product_flops, "steps": steps}
         # When resumed at the same step again, the earlier speed line is obsolete.
         kept = [entry for entry in kept if "matrix_product_flops" not in entry or entry["step"] < step]
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in [*kept, begun]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
@@ -100,19 +100,21 @@ def _as_held(value: Any, hint: Any) -> Any:
     return Path(value) if _holds_path(hint) and isinstance(value, str) else value
 
 
-def configuration_text(values: Mapping[str, Any], command: str) -> str:
+def configuration_text(values: Mapping[str, Any], command: str, notes: Iterable[str] = ()) -> str:
     """``values`` (from a settings' :meth:`to_dict`) as a TOML file for ``--config``.
 
     Args:
         values: values by name; None values are left out.
         command: command that reads the file.
+        notes: lines on what the run did otherwise than these settings say.
     """
     import tomli_w
 
     head = (
         f"# The settings of a run, as given and as chosen for it. To start the same run again:\n"
-        f"#   dilated-attention {command} --config {CONFIGURATION_NAME} --output ANOTHER\n\n"
+        f"#   dilated-attention {command} --config {CONFIGURATION_NAME} --output ANOTHER\n"
     )
+    head += "".join(f"# Of the run itself: {note}.\n" for note in notes) + "\n"
     return head + tomli_w.dumps(_without_none(values), multiline_strings=False)
 
 

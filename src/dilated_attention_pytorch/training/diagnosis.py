@@ -13,6 +13,7 @@ from dilated_attention_pytorch.memory import in_bytes
 from .callbacks import read_metrics
 from .checkpoint import WEIGHTS_NAME
 from .faults import cost_of_faults, read_faults
+from .prolongation import describe_changes
 from .record import recorded, train_settings
 from .stragglers import stragglers
 
@@ -35,6 +36,8 @@ def diagnose(folder: Path) -> Iterator[str]:
     done = max((entry["step"] for entry in entries), default=0)
     state = "finished" if (folder / WEIGHTS_NAME).exists() else "not finished"
     yield f"The run is {state}: the log has {done:,} of {record['settings']['steps']:,} steps."
+    for line in describe_changes(record):
+        yield f"{line[0].upper()}{line[1:]}."
     at_end = (record.get("result") or {}).get("evaluation_seconds", 0.0)
     yield from _time(entries, at_end, cost_of_faults(folder).seconds_lost)
     yield from _throughput(entries)

@@ -41,6 +41,7 @@ from .pretrained import (
     num_kv_heads,
     tokenized,
 )
+from .prolongation import change_steps, with_steps
 from .record import STATES, ExtensionOutcome, find_run, read_record
 from .row_logits import row_logits
 from .stages import Stages, stage_ends
@@ -103,14 +104,18 @@ def extend(
     )
 
 
-def resume_extension(folder: Path, console: Console) -> ExtensionOutcome:
+def resume_extension(folder: Path, console: Console, steps: int | None = None) -> ExtensionOutcome:
     """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
 
+    With more ``steps``, the run, which may be finished, is trained longer (:mod:`.prolongation`).
+
     Raises:
-        RunError: no intact checkpoint, changed data, or a folder in use.
+        RunError: no intact checkpoint, changed data, a folder in use, or fewer steps than it has taken.
     """
     preflight.check_extend_command()
-    return with_rewind(lambda: _resume(folder, console), lambda: _resume(folder, console, may_begin=True), console)
+    return with_rewind(
+        lambda: _resume(folder, console, steps), lambda: _resume(folder, console, steps, may_begin=True), console
+    )
 
 
 def _begin_or_resume(settings: ExtensionSettings, output: Path, console: Console, may_resume: bool) -> ExtensionOutcome:
@@ -168,13 +173,17 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
         return _train_and_report(run, device)
 
 
-def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> ExtensionOutcome:
+def _resume(folder: Path, console: Console, steps: int | None = None, *, may_begin: bool = False) -> ExtensionOutcome:
     """With ``may_begin``, a run without a checkpoint is trained from its beginning, and not measured again."""
     from dilated_attention_pytorch.integrations import register
 
     what = f"--resume {folder}"
-    with read_record(folder, "extend", finished=f"its model is in {folder}") as record:
+    with read_record(folder, "extend", finished=f"its model is in {folder}", steps=steps) as record:
         settings = _read_settings(record)
+    try:
+        settings = settings if steps is None else with_steps(settings, steps)
+    except ValueError as error:
+        raise RunError(f"{what}: {error}") from error
     preflight.check_settings(settings)
     settings, device = preflight.choose_machine(settings)
     check = functools.partial(check_same_model, what, record["model"])
@@ -195,6 +204,7 @@ def _resume(folder: Path, console: Console, *, may_begin: bool = False) -> Exten
             _replace(model, settings)
         else:
             model = load_model(what, source, device, attention="dilated")
+        change_steps(opened, settings, "extend")
         run = _Extension(
             opened=opened,
             settings=settings,
@@ -325,7 +335,8 @@ def _train_and_report(run: _Extension, device: str) -> ExtensionOutcome:
             "loss: this model changes what its output matrix gives, so the logits of a whole window are there at once"
         )
     windows = tuple(max(1, settings.batch_tokens // length) for length in settings.stages)
-    stages = Stages(settings.stages, stage_ends(settings.steps, len(settings.stages)), windows)
+    ends = stage_ends(settings.steps, len(settings.stages), stage_steps=settings.stage_steps)
+    stages = Stages(settings.stages, ends, windows)
     training = StagedBatches(
         run.inputs.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed
     )

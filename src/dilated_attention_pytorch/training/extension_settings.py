@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression
 
 from .run_settings import LONGEST_TEXT, AdamW, RunSettings, check_choice, check_number, check_text, check_windows
+from .stages import check_stage_ends, stage_ends
 
 Rotary = Literal["yarn", "linear", "ntk", "none"]
 
@@ -72,8 +73,8 @@ class ExtensionSettings(RunSettings):
                 f"stages must rise and end with the length {self.length}, which the model is to read, got "
                 f"{list(self.stages)}"
             )
-        if len(self.stages) > self.steps:
-            raise ValueError(f"stages must be no more than the {self.steps} steps, got {len(self.stages)}")
+        if self.stages:
+            check_stage_ends(stage_ends(self.steps, len(self.stages), stage_steps=self.stage_steps))
         if self.batch_tokens and self.batch_tokens < self.length:
             raise ValueError(
                 f"batch_tokens must hold one window of {self.length} tokens, got {self.batch_tokens}; leave it out"

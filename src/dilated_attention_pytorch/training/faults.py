@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .checkpoint import checkpoints
+from .checkpoint import WEIGHTS_NAME, checkpoints
 from .lease import LEASE_NAME
 from .manifest import MANIFEST_NAME, opened, sealed_line, unsealed
 
@@ -63,7 +63,7 @@ class Cost:
     """Total cost of a run's faults."""
 
     restarts: int
-    """Number of restarts after a fault (not after a deliberate stop)."""
+    """Number of restarts after a fault (not after a deliberate stop or the end)."""
     skipped_steps: int
     """Steps whose batch was skipped."""
     seconds_lost: float
@@ -81,7 +81,7 @@ class Cost:
 
 def cost_of_faults(run: Path) -> Cost:
     """Total cost of the faults of ``run``."""
-    resumed = [fault for fault in read_faults(run, "resumed") if fault["after"] != "stopped"]
+    resumed = [fault for fault in read_faults(run, "resumed") if fault["after"] not in ("stopped", "finished")]
     return Cost(
         restarts=len(resumed),
         skipped_steps=len(steps_of(run, "skipped")),
@@ -99,7 +99,7 @@ class Interrupted:
     """State in which the previous job left a run that is resumed."""
 
     after: str
-    """Its last fault; ``killed`` if it logged none."""
+    """Its last fault; ``killed`` if it logged none, ``finished`` if the run is to have more steps than it has taken."""
     last_seen: float
     """Time of its last write, in seconds since 1970; a lease is renewed every few seconds."""
 
@@ -108,6 +108,8 @@ def interrupted(run: Path) -> Interrupted:
     """The previous job's state. Call this before anything is written to the folder."""
     last = next(reversed(read_faults(run)), None)
     after = last["kind"] if last is not None and last["kind"] in _LAST else "killed"
+    if (run / WEIGHTS_NAME).exists():
+        after = "finished"
     newest = [path / MANIFEST_NAME for path in checkpoints(run)[:1]]
     seen = [_modified(path) for path in (run / LEASE_NAME, run / FAULTS_NAME, *newest)]
     return Interrupted(after=after, last_seen=max(seen))

@@ -17,7 +17,7 @@ from dilated_attention_pytorch.output import make_output, write_text
 
 from . import preflight
 from .autocast import computing_dtype
-from .checkpoint import SETTINGS_NAME, Start, checkpoint_step, choose_start, save_finished, staging_folder
+from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME, Start, checkpoint_step, choose_start, save_finished, staging_folder
 from .configuration import CONFIGURATION_NAME, configuration_text
 from .faults import Interrupted, cost_of_faults, interrupted, note_fault, steps_of
 from .lease import Lease, check_exists
@@ -135,6 +135,11 @@ def open_for_resume(
 
         def choose() -> Start:
             start = choose_start(folder, run_id, num_processes(), check)
+            if start.checkpoint is None and (folder / WEIGHTS_NAME).exists():
+                raise RunError(
+                    f"{what}: no checkpoint to go on from is left of that finished run; begin another run with its "
+                    f"weights: --init-from {folder} --output ANOTHER"
+                )
             if start.checkpoint is None and not may_begin:
                 raise RunError(
                     f"{what}: the run was stopped before its first checkpoint; start a new run with another --output"
@@ -212,6 +217,7 @@ def train_to_the_end(trainer: RunTrainer, *, work: WorkDone, trackers: Trackers)
                 Metrics(
                     run.folder,
                     run.step,
+                    steps=args.max_steps,
                     work=work,
                     device=args.device,
                     matrix_product_flops=rate,

@@ -8,9 +8,6 @@ from dilated_attention_pytorch.models.config import LongNetConfig
 
 from .settings import TrainSettings
 
-_PROMPT = "import os\n\n\nclass "
-"""Prompt that suits the default text, Python source."""
-
 
 def cpu() -> TrainSettings:
     """1.7 million parameters at 8,192 bytes of context: minutes on two CPU cores."""
@@ -30,7 +27,6 @@ def cpu() -> TrainSettings:
         optimizer="muon",
         learning_rate=3e-3,
         muon_learning_rate=0.04,
-        sample_prompt=_PROMPT,
     )
 
 
@@ -56,7 +52,6 @@ def gpu() -> TrainSettings:
         eval_windows=16,
         final_eval_windows=512,
         save_steps=500,
-        sample_prompt=_PROMPT,
     )
 
 
@@ -85,7 +80,6 @@ def gpu_large() -> TrainSettings:
         eval_windows=16,
         final_eval_windows=512,
         save_steps=500,
-        sample_prompt=_PROMPT,
     )
 
 

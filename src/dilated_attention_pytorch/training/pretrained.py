@@ -226,7 +226,7 @@ def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTraine
         if not (isinstance(error, (OSError, *configuration_errors())) or type(error) is Exception):
             raise  # tokenizers raises plain Exception for damaged files; subclasses are other errors
         raise RunError(f"{what}: the tokenizer of {model} cannot be loaded ({error}); copy its files again") from error
-    if _separator(tokenizer) is None:
+    if separator_of(tokenizer) is None:
         raise RunError(
             f"{what}: its tokenizer has neither a bos_token nor an eos_token to put between texts; set one of "
             "them in tokenizer_config.json"
@@ -234,7 +234,8 @@ def load_tokenizer(what: str, model: str, config: PreTrainedConfig) -> PreTraine
     return tokenizer
 
 
-def _separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def separator_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token between texts: the tokenizer's bos_token, else its eos_token; None without both."""
     first: int | None = tokenizer.bos_token_id
     return tokenizer.eos_token_id if first is None else first
 
@@ -244,14 +245,14 @@ def num_bytes(tokens: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> int:
     if tokenizer is None:
         return len(tokens)
     text = str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    return len(text.encode()) + tokens.tolist().count(_separator(tokenizer))
+    return len(text.encode()) + tokens.tolist().count(separator_of(tokenizer))
 
 
 def tokenized(text: Text, tokenizer: PreTrainedTokenizerBase | None) -> Text:
     """The files of ``text`` as tokens, each preceded by the tokenizer's separator; bytes unchanged without one."""
     if tokenizer is None:
         return text
-    separator = _separator(tokenizer)
+    separator = separator_of(tokenizer)
     assert separator is not None
     files = [text.file(index)[1:].numpy().tobytes().decode() for index in range(len(text.file_starts))]
     # Some tokenizers warn beyond the model's maximum length, which this run changes.

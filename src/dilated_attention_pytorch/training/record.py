@@ -54,13 +54,14 @@ def train_settings(record: dict[str, Any]) -> TrainSettings | None:
 
 
 @contextmanager
-def read_record(folder: Path, command: str, *, finished: str) -> Iterator[dict[str, Any]]:
+def read_record(folder: Path, command: str, *, finished: str, steps: int | None = None) -> Iterator[dict[str, Any]]:
     """Context with the record of a run; errors while reading it become messages.
 
     Args:
         folder: run folder.
         command: command that starts such runs.
         finished: advice for a run that is already finished.
+        steps: a new number of steps, with which a finished run goes on; None if it keeps its own.
 
     Raises:
         RunError: the run does not exist, its record is damaged or of another command, or it is finished.
@@ -70,8 +71,12 @@ def read_record(folder: Path, command: str, *, finished: str) -> Iterator[dict[s
         raise RunError(f"{what}: there is no such folder; name the --output of the run that was stopped")
     with _of_command(folder, command) as record:
         yield record
-    if (folder / WEIGHTS_NAME).exists():
-        raise RunError(f"{what}: that run is finished; {finished}, or start a new run with another --output")
+    taken = record["settings"]["steps"]
+    if (folder / WEIGHTS_NAME).exists() and steps in (None, taken):
+        raise RunError(
+            f"{what}: that run is finished after {taken:,} steps; {finished}, train it longer with a larger --steps, "
+            "or start a new run with another --output"
+        )
     check_writable(folder, what)
 
 
@@ -107,6 +112,11 @@ def find_run(output: Path, settings: RunSettings, command: str) -> RunState:
         left_open = settings.left_open()
         given = {name: value for name, value in settings.to_dict().items() if left_open.get(name) != value}
         differing = sorted(name for name, value in given.items() if begun.get(name) != value)
+    if differing == ["steps"]:
+        raise RunError(
+            f"--resume auto: the run in {output} has {begun['steps']} steps, got --steps {settings.steps}; go on with "
+            f"--resume {output} --steps {settings.steps}, which changes their number, or name another --output"
+        )
     if differing:
         words = ", ".join(f"{name} {begun.get(name)!r} there, {given[name]!r} here" for name in differing[:3])
         raise RunError(
@@ -142,6 +152,8 @@ class Outcome(_Ended):
     """Bits per byte of the last quarter if the model sees nothing before it."""
     sample: str | None = None
     """A sampled text."""
+    prompt: str | None = None
+    """The beginning of a text like those of the run."""
 
     @classmethod
     def of_finished(cls, run: Path) -> Outcome:
@@ -156,6 +168,7 @@ class Outcome(_Ended):
                 quarters=result["bits_per_byte_by_quarter"],
                 last_quarter_alone=result["last_quarter_alone"],
                 sample=_read_sample(run),
+                prompt=result.get("prompt"),
             )
 
 

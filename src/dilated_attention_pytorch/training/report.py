@@ -19,6 +19,7 @@ from dilated_attention_pytorch.output import check_new_file, write_text
 
 from .callbacks import read_metrics
 from .checkpoint import WEIGHTS_NAME
+from .prolongation import describe_changes
 from .record import recorded
 from .stragglers import stragglers
 
@@ -114,6 +115,7 @@ def _figures(
     is_finished = (folder / WEIGHTS_NAME).exists()
     yield "state", "finished" if is_finished else "not finished"
     yield "steps", f"{done:,} of {steps:,}"
+    yield "changes of the number of steps", "; ".join(describe_changes(record)) or MISSING
     yield "training, s", f"{max((entry['seconds'] for entry in entries), default=0.0):,.0f}"
     for name, words in (("bits_per_byte", "training"), ("eval_bits_per_byte", "held-out, on the way")):
         yield f"last bits per byte, {words}", _last(entries, name, "{:.3f}")

@@ -24,11 +24,12 @@ from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
 
 from . import preflight
-from .checkpoint import SETTINGS_NAME
+from .checkpoint import SETTINGS_NAME, latest_checkpoint
 from .data.corpus import check_same_corpus, describe_corpus
 from .data.run_data import Evaluation, RunData, read_data, read_tokenizer, save_tokenizer, verify_tokenizer
 from .data.sources import describe_skipped
 from .eight_bit import convert_to_float8
+from .initial_weights import InitialWeights, find_initial_weights
 from .lifecycle import (
     OpenRun,
     begin,
@@ -40,6 +41,7 @@ from .lifecycle import (
 from .manifest import read_sealed
 from .process_group import all_or_none, check_alike, from_all, from_first, in_first, joined, num_processes, say_once
 from .process_identity import launch, launch_record
+from .prolongation import change_steps, with_steps
 from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
 from .spreading import respread
@@ -56,8 +58,8 @@ if TYPE_CHECKING:
 
     from .trainer import LongNetTrainer
 
-_PER_HOST = ("data", "cache", "tokenizer", "offload_folder", "threads", "workers")
-"""Settings that may differ between processes; of the text and the tokenizer the contents are compared."""
+_PER_HOST = ("data", "cache", "tokenizer", "init_from", "offload_folder", "threads", "workers")
+"""Settings that may differ between processes; of text, tokenizer and initial weights the contents are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,10 +102,11 @@ def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None
 
     With another number of processes, or ``changes`` of the distribution over them, the steps take the same windows
     (:func:`.spreading.respread`); results then differ by rounding, and in the random numbers of dropout.
-    ``changes`` may also set what to do about bad batches (:data:`.spreading.ON_FAULTS`).
+    ``changes`` may also set what to do about bad batches (:data:`.spreading.ON_FAULTS`), and ``steps``: with more of
+    them the run, which may be finished, is trained longer (:mod:`.prolongation`).
 
     Raises:
-        RunError: no intact checkpoint, changed data, or a folder in use.
+        RunError: no intact checkpoint, changed data, a folder in use, or fewer steps than it has taken.
     """
     end_with_launcher(os.environ)
     preflight.check_train_command()
@@ -139,12 +142,15 @@ def _begin_or_resume(settings: TrainSettings, output: Path, console: Console, ma
 
 def _begin(settings: TrainSettings, output: Path, console: Console, device: str, args: TrainingArguments) -> Outcome:
     in_first(lambda: preflight.check_output(output))
-    settings, data, model = _prepared(settings, output, device, console)
+    settings, data, model, initial = _prepared(settings, output, device, console)
     agents = launch_record(from_all(launch()))
     with begin(output, console) as opened:
 
         def write_record() -> None:
             values = {"corpus": data.figures, "processes": num_processes(), "launch": agents}
+            if initial is not None:
+                values["init_from"] = initial.record()
+                opened.say(f"weights: those of {initial.folder} (SHA-256 {initial.digest})")
             opened.write_record("train", settings, device, **values, **save_tokenizer(data.tokenizer, output))
             model.config.save_pretrained(output)
 
@@ -154,11 +160,14 @@ def _begin(settings: TrainSettings, output: Path, console: Console, device: str,
 
 def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_begin: bool = False) -> Outcome:
     sampling = f"sample from it with `dilated-attention generate {shlex.quote(str(folder))}`"
-    with read_record(folder, "train", finished=sampling) as record:
+    steps = changes.get("steps")
+    with read_record(folder, "train", finished=sampling, steps=steps) as record:
         settings = TrainSettings.from_dict(record["settings"])
         processes = int(record["processes"])
     try:
-        settings = respread(settings, processes, num_processes(), changes)
+        settings = settings if steps is None else with_steps(settings, steps)
+        spreading = {name: value for name, value in changes.items() if name != "steps"}
+        settings = respread(settings, processes, num_processes(), spreading)
     except (RunError, ValueError) as error:
         raise RunError(f"--resume {folder}: {error}") from error
     preflight.check_settings(settings)
@@ -171,29 +180,43 @@ def _resume(folder: Path, console: Console, changes: Mapping[str, Any], *, may_b
             f"{settings.batch_size} windows, {settings.gradient_accumulation} of them a step",
         )
     with _joined(settings, folder, device, "resume") as args:
-        settings, data, model = _prepared(settings, folder, device, console, record)
+        settings, data, model, _ = _prepared(settings, folder, device, console, record)
         check = functools.partial(check_same_model, model=settings.model)
         with open_for_resume(folder, console, record=record, check=check, may_begin=may_begin) as opened:
+            change_steps(opened, settings, "train")
             return _train_and_report(_Run(opened=opened, settings=settings, data=data, model=model, args=args))
 
 
 def _prepared(
     settings: TrainSettings, folder: Path, device: str, console: Console, record: dict[str, Any] | None = None
-) -> tuple[TrainSettings, RunData, LongNetForCausalLM]:
-    """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``."""
+) -> tuple[TrainSettings, RunData, LongNetForCausalLM, InitialWeights | None]:
+    """Check the machine, then read tokenizer and text and build the model: of a new run, or of that of ``record``.
+
+    Returns the initial weights too, if the model has any and no checkpoint is to be loaded into it.
+    """
     preflight.check_train_machine(settings, folder, device)
     if record is None:
         settings = _choose_together(settings, device, console)
     else:
         verify_tokenizer(folder, record)
     tokenizer = read_tokenizer(settings, None if record is None else folder)
+    initial = None
+    if settings.init_from is not None and (record is None or latest_checkpoint(folder) is None):
+        initial = find_initial_weights(settings, tokenizer)
+        if record is not None and initial.record()["sha256"] != record["init_from"]["sha256"]:
+            raise RunError(
+                f"--resume {folder}: the weights in {settings.init_from} are not those that the run began with "
+                f"(SHA-256 {record['init_from']['sha256']}), and there is no checkpoint yet; restore them, or start a "
+                "new run with another --output"
+            )
     data = read_data(settings, tokenizer, functools.partial(console.print, markup=False))
-    check_alike({"tokenizer": tokenizer.digest, "text": data.figures})
+    digest = "" if initial is None else initial.digest
+    check_alike({"tokenizer": tokenizer.digest, "initial weights": digest, "text": data.figures})
     if record is None:
         data.check()
     else:
         check_same_corpus(data.figures, record["corpus"], folder)
-    return settings, data, _build(settings)
+    return settings, data, _build(settings, initial), initial
 
 
 def _choose_together(settings: TrainSettings, device: str, console: Console) -> TrainSettings:
@@ -256,7 +279,7 @@ def _joined(settings: TrainSettings, folder: Path, device: str, command: str) ->
         yield args
 
 
-def _build(settings: TrainSettings) -> LongNetForCausalLM:
+def _build(settings: TrainSettings, initial: InitialWeights | None) -> LongNetForCausalLM:
     """Build the model, after all memory checks: its weights would be missing from the memory that others measure."""
     from transformers import set_seed
     from transformers.utils import logging
@@ -266,6 +289,8 @@ def _build(settings: TrainSettings) -> LongNetForCausalLM:
     logging.disable_progress_bar()
     set_seed(settings.seed)
     model = LongNetForCausalLM.from_longnet_config(settings.model)
+    if initial is not None:
+        initial.load_into(model)
     if settings.precision == "float8":
         convert_to_float8(model)
     return model
@@ -281,7 +306,13 @@ def _train_and_report(run: _Run) -> Outcome:
     settings, opened, args = run.settings, run.opened, run.args
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
-    stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+    stages = Stages.of(
+        settings.stages,
+        settings.model,
+        context_length=settings.context_length,
+        steps=settings.steps,
+        stage_steps=settings.stage_steps,
+    )
     training = run.data.training(stages, windows_per_step)
     evaluation = run.data.evaluation()
     trainer = LongNetTrainer(
@@ -353,9 +384,9 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     sampling = SampleSettings(
         max_new_tokens=max(1, settings.sample_length), temperature=settings.sample_temperature, seed=settings.seed
     )
-    sample = settings.sample_prompt + "".join(
-        sample_text(model.model, settings.sample_prompt, sampling, run.data.tokenizer)
-    )
+    fitting = run.data.prompt()
+    prompt = settings.sample_prompt or fitting
+    sample = prompt + "".join(sample_text(model.model, prompt, sampling, run.data.tokenizer))
     if trainer.is_world_process_zero():
         result: dict[str, Any] = {
             "bits_per_byte": bits,
@@ -364,6 +395,7 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
             "bits_per_byte_by_quarter": quarters,
             "last_quarter_alone": alone,
             "quarter_files": len(files),
+            "prompt": fitting,
             "evaluation_seconds": round(time.perf_counter() - start, 1),
         }
         opened.add_to_record(result=result)
@@ -379,4 +411,5 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
         quarters=quarters,
         last_quarter_alone=alone,
         sample=sample,
+        prompt=fitting,
     )

@@ -41,7 +41,10 @@ class RunSettings:
     text_field: str = "text"
     """Field or column of records that holds the text."""
     steps: int
-    """Optimizer steps of the run."""
+    """Optimizer steps of the run. With --resume RUN: the number that it has from now on."""
+    stage_steps: int = 0
+    """Steps that the stages divide; the last stage lasts to the end of the run. 0: all steps. A run that is trained
+    longer keeps those that it began with."""
     gradient_accumulation: int = 1
     """Batches whose gradients are summed before an optimizer step."""
     learning_rate: float
@@ -112,7 +115,7 @@ class RunSettings:
         ):
             check_number(self, name, least=1)
         check_number(self, "seed", least=0, most=LARGEST_SEED)
-        for name in ("threads", "weight_decay", "spike_deviations"):
+        for name in ("stage_steps", "threads", "weight_decay", "spike_deviations"):
             check_number(self, name, least=0)
         check_number(self, "learning_rate", above=0, most=LARGEST_RATE)
         check_number(self, "max_grad_norm", above=0)
@@ -145,7 +148,7 @@ class RunSettings:
 
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""
-        return {"threads": 0, "precision": "auto", "device": "auto"}
+        return {"threads": 0, "precision": "auto", "device": "auto", "stage_steps": 0}
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""

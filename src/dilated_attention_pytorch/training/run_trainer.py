@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -125,6 +126,17 @@ class RunTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with fitting(checkpoint or ""):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.set_learning_rates()
+
+    def set_learning_rates(self) -> None:
+        """Set the learning rates of the next step: a checkpoint has those of the number of steps it was written for."""
+        schedule = self.own_scheduler()
+        assert isinstance(schedule, LambdaLR)
+        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        schedule._last_lr = [rate * factor for rate, factor in zip(schedule.base_lrs, factors, strict=True)]
+        for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = rate
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         with fitting(checkpoint or ""):

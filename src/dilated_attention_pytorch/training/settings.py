@@ -42,9 +42,13 @@ class TrainSettings(RunSettings):
         ValueError: a value is out of range.
     """
 
+    init_from: Path | None = None
+    """Folder whose weights the new run begins with: a run folder of train, or a saved LongNet (config.json and
+    model.safetensors). On the command line its sizes and its tokenizer are the defaults. The pattern may be another
+    one; the optimizer and the schedule begin anew. Default: random weights."""
     tokenizer: Path | None = None
     """tokenizer.json of a byte-level tokenizer, or a folder that contains one, as `dilated-attention tokenizer`
-    writes; --model.vocab-size must be its number of tokens. Default: one token per byte."""
+    writes. On the command line --model.vocab-size is its number of tokens. Default: one token per byte."""
     cache: Path | None = None
     """Folder for cached tokens: computed once per files and tokenizer, and memory-mapped.
     Default: with a tokenizer, the user's cache folder; bytes are read into memory."""
@@ -128,7 +132,7 @@ class TrainSettings(RunSettings):
     eval_steps: int = 100
     save_steps: int = 200
     sample_prompt: str = ""
-    """Prompt of the text in sample.txt; empty: the beginning of a file."""
+    """Prompt of the text in sample.txt; empty: the beginning of a held-out file, or of a Python function."""
     sample_length: int = 600
     """Tokens of text to sample at the end."""
     sample_temperature: float = 0.7
@@ -165,7 +169,7 @@ class TrainSettings(RunSettings):
                 "model.checkpoint_every says which blocks model.gradient_checkpointing recomputes, got "
                 f"{self.model.checkpoint_every} without it; set it too, or leave this out"
             )
-        self.stages.check(self.context_length, self.steps, self.model)
+        self.stages.check(self.context_length, self.steps, self.model, stage_steps=self.stage_steps)
         self._check_spreading()
         if self.context_parallel % self.heads_parallel:
             raise ValueError(
@@ -190,9 +194,9 @@ class TrainSettings(RunSettings):
             check_number(self, name, least=0)
         check_number(self, "workers", least=0, most=MOST_WORKERS)
         check_choice(self, "packing", get_args(Packing))
-        self.tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
-        self.cache = None if self.cache is None else Path(self.cache)
-        for name in ("tokenizer", "cache"):
+        for name in ("init_from", "tokenizer", "cache"):
+            path = getattr(self, name)
+            setattr(self, name, None if path is None else Path(path))
             check_text(self, name)
         self.weights = tuple(self.weights)
         if self.weights and len(self.weights) != len(self.data):
@@ -263,12 +267,17 @@ class TrainSettings(RunSettings):
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""
         chosen = ("parallel", "data_parallel", "context_parallel") if self.parallel == "auto" else ()
-        return {**RunSettings.left_open(self), "cache": None, **{name: getattr(self, name) for name in chosen}}
+        return {
+            **RunSettings.left_open(self),
+            "cache": None,
+            "sample_prompt": "",
+            **{name: getattr(self, name) for name in chosen},
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
         values = {**RunSettings.to_dict(self), "weights": list(self.weights)}
-        for name in ("tokenizer", "cache", "offload_folder"):
+        for name in ("init_from", "tokenizer", "cache", "offload_folder"):
             path = values[name]
             values[name] = None if path is None else str(path.absolute())
         return {**values, "model": self.model.to_dict(), "stages": self.stages.to_dict()}

@@ -57,19 +57,18 @@ class StageSettings:
             raise ValueError(f"stages.fractions must add up to 1, got {list(self.fractions)}")
         self.read_patterns()
 
-    def check(self, context_length: int, steps: int, model: LongNetConfig) -> None:
-        """Raise ``ValueError`` unless the stages are valid for ``steps`` steps and windows of ``context_length``."""
+    def check(self, context_length: int, steps: int, model: LongNetConfig, *, stage_steps: int = 0) -> None:
+        """Raise ``ValueError`` unless the stages are valid for windows of ``context_length``; for the steps see
+        :func:`stage_ends`."""
         if not self.lengths:
+            if stage_steps:
+                raise ValueError(f"stage_steps is for a run with stages.lengths, got {stage_steps}; leave it out")
             return
         if max(self.lengths) != context_length or list(self.lengths) != sorted(self.lengths):
             raise ValueError(
                 f"stages.lengths must rise and end with the context_length {context_length}, got {list(self.lengths)}"
             )
-        if not self.ends_by_step(steps):
-            raise ValueError(
-                f"stages must have a step each: {steps} steps in parts of {list(self.fractions or self.lengths)} leave "
-                "one of them without"
-            )
+        check_stage_ends(stage_ends(steps, len(self.lengths), self.fractions, stage_steps=stage_steps))
         for length, windows in zip(self.lengths, self.windows, strict=False):
             if windows * length > context_length:
                 raise ValueError(
@@ -111,11 +110,6 @@ class StageSettings:
                 raise ValueError(f"stages.patterns: {pattern!r}: {error}") from error
         return tuple(tuple(map(config.pattern, range(model.num_layers))) for config in configs)
 
-    def ends_by_step(self, steps: int) -> tuple[int, ...]:
-        """The optimizer step before which each stage ends; empty if a stage would have no step."""
-        ends = stage_ends(steps, len(self.lengths), self.fractions)
-        return ends if all(first < last for first, last in zip((0, *ends), ends, strict=False)) else ()
-
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
         return {name: list(values) for name, values in asdict(self).items()}
@@ -130,14 +124,25 @@ class StageSettings:
         return cls(**{name: tuple(entries) for name, entries in values.items()})
 
 
-def stage_ends(steps: int, count: int, fractions: Sequence[float] = ()) -> tuple[int, ...]:
+def stage_ends(steps: int, count: int, fractions: Sequence[float] = (), *, stage_steps: int = 0) -> tuple[int, ...]:
     """The step before which each of ``count`` stages ends, out of ``steps``.
 
-    >>> stage_ends(7, 3), stage_ends(10, 2, [0.3, 0.7])
-    ((3, 5, 7), (3, 10))
+    With ``stage_steps`` the stages divide that number of steps, and the last one lasts to the end.
+
+    >>> stage_ends(7, 3), stage_ends(10, 2, [0.3, 0.7]), stage_ends(20, 2, stage_steps=7)
+    ((3, 5, 7), (3, 10), (4, 20))
     """
     parts = [Fraction(part).limit_denominator(10**6) for part in fractions] or [Fraction(1, count)] * count
-    return (*(math.ceil(end * steps) for end in list(accumulate(parts))[:-1]), steps)
+    return (*(math.ceil(end * (stage_steps or steps)) for end in list(accumulate(parts))[:-1]), steps)
+
+
+def check_stage_ends(ends: Sequence[int]) -> None:
+    """Raise ``ValueError`` unless every stage has a step."""
+    if any(first >= last for first, last in zip((0, *ends), ends, strict=False)):
+        raise ValueError(
+            f"stages must have a step each, got {len(ends)} that end after the steps {', '.join(map(str, ends))}; "
+            "take more steps, or fewer stages"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +164,14 @@ class Stages:
     patterns: tuple[tuple[Pattern, ...], ...] = ()
 
     @classmethod
-    def of(cls, settings: StageSettings, model: LongNetConfig, *, context_length: int, steps: int) -> Stages:
+    def of(
+        cls, settings: StageSettings, model: LongNetConfig, *, context_length: int, steps: int, stage_steps: int = 0
+    ) -> Stages:
         """The stages of a run of ``model`` with the final window length ``context_length``."""
         lengths = settings.lengths or (context_length,)
         return cls(
             lengths,
-            stage_ends(steps, len(lengths), settings.fractions),
+            stage_ends(steps, len(lengths), settings.fractions, stage_steps=stage_steps),
             settings.windows or tuple(context_length // length for length in lengths),
             settings.learning_rates,
             settings.patterns_of(model),

@@ -154,6 +154,8 @@ class LongNetTrainer(RunTrainer):
             collate_fn=collate,
             pin_memory=self.args.dataloader_pin_memory,
             num_workers=workers,
+            # Without one, every pass draws a seed from the generator of dropout: evaluations would change the training.
+            generator=torch.Generator(),
             # Forking a process with running threads can deadlock.
             multiprocessing_context="spawn" if workers else None,
             worker_init_fn=partial(end_worker_with_trainer, os.getpid()),
@@ -288,6 +290,7 @@ class LongNetTrainer(RunTrainer):
             self.own_scheduler().load_state_dict(
                 torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
             )
+        self.set_learning_rates()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.run.start.has_random_states:

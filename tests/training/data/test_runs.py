@@ -18,9 +18,9 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.estimate.flops import longnet_flops
 from dilated_attention_pytorch.training import TrainSettings, resume, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
-from dilated_attention_pytorch.training.data.run_data import read_data, read_tokenizer
+from dilated_attention_pytorch.training.data.run_data import RunData, read_data, read_tokenizer
 from dilated_attention_pytorch.training.data.sources import Sources
-from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
+from dilated_attention_pytorch.training.data.tokenizer import BYTES, train_tokenizer
 from dilated_attention_pytorch.training.data.windows import IGNORED, EvaluationWindows
 from dilated_attention_pytorch.training.evaluated_model import open_model
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
@@ -226,6 +226,21 @@ def test_a_run_over_a_mixture_that_was_stopped_ends_with_the_same_bits_and_sampl
     monkeypatch.setattr("sys.stdin", io.StringIO())
     main(["generate", str(ended.run), "--prompt", "def f", "--max-new-tokens", "9", "--seed", "0", "--device", "cpu"])
     assert capsys.readouterr().out.startswith("def f")
+
+
+def test_the_prompt_of_a_run_is_the_beginning_of_a_held_out_file(world: Path, tmp_path: Path) -> None:
+    def prompt(settings: TrainSettings) -> str:
+        return read_data(settings, read_tokenizer(settings), None).prompt()
+
+    tokens = dataclasses.replace(over_tokens(tiny_settings(world / "texts"), world), data=(world / "texts",))
+    for settings in (tiny_settings(world / "texts"), tokens):
+        held_out = bytes(read_data(tiny_settings(world / "texts"), BYTES, None).corpora[0].held_out.file(0)[1:])
+        assert prompt(settings) == "def f" + held_out.decode()[5:24].rpartition(" ")[0]
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text("\n\n  Ishmael\x1b\n" * 30)
+    assert prompt(tiny_settings(tmp_path / "texts")) == "Ishmael"
+    assert RunData((), dataclasses.replace(tiny_settings(tmp_path), data=()), BYTES).prompt() == "def main("
 
 
 @pytest.mark.slow

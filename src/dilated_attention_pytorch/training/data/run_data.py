@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from ..settings import TrainSettings
     from ..stages import Stages
 
+_PROMPT_LENGTH = 24
+"""Maximum number of characters of a prompt."""
+
 Collate = Callable[[list[Window]], Window]
 
 
@@ -55,7 +58,7 @@ def read_tokenizer(settings: TrainSettings, folder: Path | None = None) -> Token
     if loaded.vocab_size != settings.model.vocab_size:
         raise RunError(
             f"{what} has {loaded.vocab_size:,} tokens and the model {settings.model.vocab_size:,}; "
-            f"add --model.vocab-size {loaded.vocab_size}"
+            f"leave --model.vocab-size out, or set it to {loaded.vocab_size}"
         )
     return loaded
 
@@ -268,6 +271,17 @@ class RunData:
         if self.settings.packing == "windows":
             return EvaluationWindows(text, self.settings.context_length, most)
         return held_out_rows(text, self.settings.context_length, most)
+
+    def prompt(self) -> str:
+        """The beginning of a text like these, to sample from: of a held-out file, or of a function in Python."""
+        if not self.settings.data:
+            return "def main("
+        held_out = self.corpora[0].held_out
+        beginning = bytes_of(self.tokenizer, held_out.tokens(1, min(len(held_out), 1 + _PROMPT_LENGTH)))
+        text = beginning.decode(errors="ignore").lstrip()[:_PROMPT_LENGTH]
+        line = "".join(itertools.takewhile(str.isprintable, text))
+        # A whole line, or what comes before the last space of a part of one.
+        return line.rpartition(" ")[0] or line if len(line) == _PROMPT_LENGTH else line
 
     def long_files(self) -> list[Tensor]:
         """Beginnings of held-out files that are at least as long as the context."""
