@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 RUN_FOLDER ?= runs/demo
 IF_STALE ?= --if-stale
 SWEEP_FOLDER ?= build/sweep-resume
+# Releases of PyTorch that a wheel brings compiled kernels for.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # The oldest PyTorch that pyproject.toml promises.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
@@ -35,13 +37,23 @@ check: $(VENV)/dev.stamp  ## the laws of attention, patterns, models and the com
 checked:
 	@echo $(CHECKED)
 
-wheel: $(VENV)/dev.stamp  ## wheel and sdist into dist/, each installed and tried where nothing else is
-	rm -rf dist build/wheel
+wheel: $(VENV)/wheel.stamp  ## sdist, wheel, and wheel for Linux on x86-64 with kernels for the releases TORCH, into dist/, each installed and tried where nothing else is; the last without a compiler
+	rm -rf dist build/wheel build/kernels build/linux
 	$(BIN)/python -m build --outdir dist .
-	for made in dist/*.whl dist/*.tar.gz; do \
+	for release in $(TORCH); do \
+		rm -rf build/wheel && $(PYTHON) -m venv build/wheel && \
+		build/wheel/bin/pip install --quiet "torch==$$release" && \
+		PYTHONPATH=src build/wheel/bin/python -m dilated_attention_pytorch.kernels.wheel build/kernels || exit 1; \
+	done
+	DILATED_ATTENTION_KERNELS=$(CURDIR)/build/kernels $(BIN)/python -m build --outdir build/linux .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so --wheel-dir dist build/linux/*.whl
+	for made in dist/*; do \
+		path="$$PATH"; forbidden=0; impl=native; \
+		case $$made in *manylinux*) path="$(CURDIR)/build/wheel/bin";; *.tar.gz) forbidden=1; impl=aten;; esac; \
 		rm -rf build/wheel && $(PYTHON) -m venv build/wheel && \
 		build/wheel/bin/pip install --quiet --constraint constraints.txt "$$made" && \
-		(cd build/wheel && bin/python ../../tests/smoke.py && bin/dilated-attention info) || exit 1; \
+		(cd build/wheel && export XDG_CACHE_HOME="$$PWD/cache" DILATED_ATTENTION_NO_BUILD=$$forbidden PATH="$$path" && \
+			bin/python ../../tests/smoke.py $$impl && bin/dilated-attention info) || exit 1; \
 	done
 
 gate: lint types tests docs

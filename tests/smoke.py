@@ -1,4 +1,9 @@
-"""An installed package, by itself: run as a program where nothing but the package and torch is installed."""
+"""An installed package, by itself: run as a program where nothing but the package and torch is installed.
+
+Its argument is an implementation of attention that must run here.
+"""
+
+import sys
 
 import torch
 
@@ -11,6 +16,9 @@ out = attend(query, query, query, pattern, is_causal=True)
 expected = attend(query, query, query, pattern, is_causal=True, impl="reference")
 torch.testing.assert_close(out, expected)
 torch.testing.assert_close(*(torch.autograd.grad(result.square().sum(), query)[0] for result in (out, expected)))
+single = query.detach().float()
+of_impl = attend(single, single, single, pattern, is_causal=True, impl=sys.argv[1])
+torch.testing.assert_close(of_impl, expected.detach().float())
 model = LongNetLM(LongNetConfig(embed_dim=32, num_layers=2, num_heads=4, segment_lengths=[16], dilation_rates=[2]))
 tokens = list(generate(model.eval(), torch.tensor([[1, 2, 3]]), max_new_tokens=3))
 assert len(tokens) == 3

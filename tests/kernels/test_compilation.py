@@ -20,8 +20,8 @@ from dilated_attention_pytorch import attend, local_window
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.kernels import compilation
 from dilated_attention_pytorch.kernels import select as select_module
+from dilated_attention_pytorch.kernels.built_in import SOURCES
 from dilated_attention_pytorch.kernels.compilation import (
-    SOURCES,
     BuildError,
     build_of_this_machine,
     compile_kernels,

@@ -1,4 +1,4 @@
-"""Compilation and loading of the package's CPU kernels, cached per machine in the user's cache folder."""
+"""Loading of the package's CPU kernels; those that no wheel brought are compiled, once per machine and user."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ import torch
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.tracing import constant_of_graph
 
-SOURCES = Path(__file__).parents[1] / "csrc"
+from .built_in import LIBRARY, SOURCES, add_sources, library_built_in
+
 NO_BUILD = "DILATED_ATTENTION_NO_BUILD"
-_LIBRARY, _DIGEST, _LOCK = "kernels.so", "kernels.blake2b", "lock"
-_ARCHITECTURES = {
-    "AVX512": ("-march=native", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
-    "AVX2": ("-march=x86-64-v3", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
-}
+_DIGEST, _LOCK = "kernels.blake2b", "lock"
+_ARCHITECTURES = {"AVX512": "-march=native", "AVX2": "-march=x86-64-v3"}
 _SHOWN = 12
 """Number of last lines of the compiler's output to show."""
 _SECONDS = 900.0
@@ -63,7 +61,7 @@ class Compilation:
     @property
     def library(self) -> Path:
         """Path of the compiled library."""
-        return self.folder / _LIBRARY
+        return self.folder / LIBRARY
 
     @property
     def digest(self) -> Path:
@@ -98,11 +96,28 @@ def build_of_this_machine() -> Compilation:
         kept = cache_folder()
     except RuntimeError as error:  # Path.home() without a home folder
         raise BuildError(f"no folder for the native kernels: {error} Name one in XDG_CACHE_HOME") from error
+    arguments = compiler_arguments(capability, (_ARCHITECTURES[capability],))
+    identity = hashlib.blake2b(digest_size=12)
+    for part in (torch.__version__, processor_features(), *arguments):
+        identity.update(part.encode() + b"\0")
+    add_sources(identity)
+    return Compilation(arguments, kept / f"native-{identity.hexdigest()}")
+
+
+def compiler_arguments(capability: str, architecture: tuple[str, ...]) -> tuple[str, ...]:
+    """Arguments of the compiler for the installed PyTorch.
+
+    Args:
+        capability: PyTorch's name of the instructions, which its headers are written for.
+        architecture: the arguments that let the compiler use them.
+    """
     root = Path(torch.__file__).parent
-    arguments = (
+    return (
         "-std=c++20",
         "-O3",
-        *_ARCHITECTURES[capability],
+        *architecture,
+        f"-DCPU_CAPABILITY={capability}",
+        f"-DCPU_CAPABILITY_{capability}",
         "-fPIC",
         "-shared",
         "-fopenmp",
@@ -111,12 +126,6 @@ def build_of_this_machine() -> Compilation:
         "-ltorch_cpu",
         "-lc10",
     )
-    identity = hashlib.blake2b(digest_size=12)
-    for part in (torch.__version__, processor_features(), *arguments):
-        identity.update(part.encode() + b"\0")
-    for source in sorted(SOURCES.iterdir()):
-        identity.update(source.name.encode() + source.read_bytes() + b"\0")
-    return Compilation(arguments, kept / f"native-{identity.hexdigest()}")
 
 
 def compile_kernels(build: Compilation) -> bool:
@@ -130,17 +139,21 @@ def compile_kernels(build: Compilation) -> bool:
     with _in_words(build.folder), _locked(build.folder):
         if _is_whole(build):
             return False
-        _compile(build, find_compiler())
+        compile_into_folder(build, find_compiler())
         return True
 
 
 def library_path() -> Path:
-    """Path of this machine's compiled kernels; compiles them if missing or damaged, and prints a line about it.
+    """Path of the compiled kernels: those that the package brought, or else this machine's.
+
+    The latter are compiled if they are missing or damaged, and a line about it is printed.
 
     Raises:
         BuildError: compilation is not possible, failed before, or is disabled (``DILATED_ATTENTION_NO_BUILD``); or the
             library belongs to somebody else, or others can write it.
     """
+    if (built_in := library_built_in()) is not None:
+        return built_in
     build = build_of_this_machine()
     with _in_words(build.folder):
         if _is_whole(build):
@@ -156,12 +169,14 @@ def library_path() -> Path:
                     file=sys.stderr,
                     flush=True,
                 )
-                _compile(build, compiler)
+                compile_into_folder(build, compiler)
     return build.library
 
 
 def is_compiled() -> bool:
     """Whether the kernels of this machine are there, so that loading them needs no compiler."""
+    if library_built_in() is not None:
+        return True
     try:
         build = build_of_this_machine()
         with _in_words(build.folder):
@@ -173,6 +188,8 @@ def is_compiled() -> bool:
 @constant_of_graph
 def refusal() -> str | None:
     """Why there are no kernels here, as far as known without compiling; None if there may be."""
+    if library_built_in() is not None:
+        return None
     try:
         build = build_of_this_machine()
         with _in_words(build.folder):
@@ -341,8 +358,11 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _compile(build: Compilation, compiler: Path) -> None:
-    """Compile every source in its own process; the library is renamed into place when complete."""
+def compile_into_folder(build: Compilation, compiler: Path) -> None:
+    """Compile every source in its own process; the library is renamed into place when complete.
+
+    It is linked without OpenMP's library: the one that PyTorch has loaded is there, whatever its name.
+    """
     failure = build.failure(compiler)
     with tempfile.TemporaryDirectory(dir=build.folder) as scratch:
         sources = sorted(SOURCES.glob("*.cpp"))
@@ -352,9 +372,10 @@ def _compile(build: Compilation, compiler: Path) -> None:
             [str(compiler), *flags, "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
         ]
-        library, digest = Path(scratch) / _LIBRARY, Path(scratch) / _DIGEST
+        library, digest = Path(scratch) / LIBRARY, Path(scratch) / _DIGEST
         _run(commands, failure)
-        _run([[str(compiler), *map(str, objects), *build.arguments, "-o", str(library)]], failure)
+        linked = [argument for argument in build.arguments if argument != "-fopenmp"]
+        _run([[str(compiler), *map(str, objects), *linked, "-o", str(library)]], failure)
         library.chmod(0o755)
         digest.write_text(_digest(library))
         # A power failure must not leave a file under the final name that is only partly on the disk.
