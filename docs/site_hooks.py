@@ -15,6 +15,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 _COPIES = "repository"
 _LINK = re.compile(r"(?<=\]\()(?P<target>\.\.?/[^)#\s]*)(?:#[^)\s]*)?(?=\))")
+_NAMED_FILE = re.compile(r"(?<!\[)`(?P<path>[\w.-]+(?:/[\w.-]+)+)`(?!\])")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</\1>', flags=re.DOTALL)
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod|data):`(?P<short>~?)(?P<name>[^`]+)`")
 # Names of arguments that take more than one line: Griffe wants what it reads as one entry to begin on one.
@@ -35,6 +36,7 @@ def on_files(files: Any, *, config: Any) -> None:
     for file in files.documentation_pages():
         paths.add(f"docs/{file.src_uri}")
         paths |= {of_repository(link["target"], file.src_uri) for link in _LINK.finditer(file.content_string)}
+        paths |= {named_file(name["path"]) for name in _NAMED_FILE.finditer(file.content_string)}
     for path in sorted(filter(None, paths)):
         files.append(File.generated(config, copy_of(path), abs_src_path=str(ROOT / path)))
 
@@ -60,6 +62,12 @@ def of_repository(target: str, page: str) -> str | None:
     return path.removeprefix("../") if path.startswith("../") else None
 
 
+def named_file(name: str) -> str | None:
+    """The path in the repository of a file that a page names, also by its path in the package; None for other code."""
+    paths = (f"{folder}{name}" for folder in ("", "src/dilated_attention_pytorch/"))
+    return next((path for path in paths if (ROOT / path).is_file()), None)
+
+
 def copy_of(path: str) -> str:
     """Where the site has a file of the repository. Browsers show text and JSON, and would save a ``.py``.
 
@@ -70,18 +78,25 @@ def copy_of(path: str) -> str:
 
 
 def with_links_to_copies(markdown: str, page: str) -> str:
-    """Links to files of the repository outside of docs lead to the site's copies, which are of its version.
+    """Links to files of the repository outside of docs, and their bare names, lead to the site's copies of them.
 
     Args:
         markdown: the page's text.
         page: its path within docs.
     """
 
+    def to_copy(path: str) -> str:
+        return posixpath.relpath(copy_of(path), posixpath.dirname(page))
+
     def replace(link: re.Match[str]) -> str:
         path = of_repository(link["target"], page)
-        return link[0] if path is None else posixpath.relpath(copy_of(path), posixpath.dirname(page))
+        return link[0] if path is None else to_copy(path)
 
-    return _LINK.sub(replace, markdown)
+    def link_name(name: re.Match[str]) -> str:
+        path = named_file(name["path"])
+        return name[0] if path is None else f"[{name[0]}]({to_copy(path)})"
+
+    return _NAMED_FILE.sub(link_name, _LINK.sub(replace, markdown))
 
 
 def with_formulas(page: str) -> str:

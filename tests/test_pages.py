@@ -118,6 +118,9 @@ def test_links_to_files_of_the_repository_lead_to_copies_on_the_site() -> None:
     assert linked("[`a.py`](../examples/a.py)", "parallel.md") == "[`a.py`](repository/examples/a.py.txt)"
     assert linked("[b](../../benchmarks/b.json#c)", "api/attention.md") == "[b](../repository/benchmarks/b.json)"
     assert linked("[c](../.github/c.yml)", "parallel.md") == "[c](repository/github/c.yml.txt)"
+    assert linked("`ops/call.py`, `x/y.py`", "api/attention.md") == (
+        "[`ops/call.py`](../repository/src/dilated_attention_pytorch/ops/call.py.txt), `x/y.py`"
+    )
     for kept in (
         "[a page](../patterns.md#h)",
         "[a page](attention.md)",

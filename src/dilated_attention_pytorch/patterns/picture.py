@@ -141,11 +141,15 @@ def draw(
     if axes is None:
         _, axes = plt.subplots(figsize=figure_size(num_kv_heads), layout="constrained")
     most = max(1, len(pattern.groups) + len(pattern.rules))
-    blues: Colormap = plt.get_cmap("Blues")
-    colors, scale = ListedColormap([blues(1 - 0.5**count) for count in range(most + 1)]), Normalize(-0.5, most + 0.5)
+    colors: Colormap = plt.get_cmap("Blues")
     if is_pooled:
         # Square roots, so that a cell of few pairs is seen.
-        colors, scale = blues, PowerNorm(0.5, 0, max(1.0, float(panels.nan_to_num().max())))
+        scale: Normalize = PowerNorm(0.5, 0, max(1.0, float(panels.nan_to_num().max())))
+    else:
+        colors, scale = (
+            ListedColormap([colors(1 - 0.5**count) for count in range(most + 1)]),
+            Normalize(-0.5, most + 0.5),
+        )
     image = axes.imshow(panels.numpy(), cmap=colors, norm=scale, interpolation="antialiased")
     if is_pooled:
         bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)

@@ -20,6 +20,7 @@ from .autocast import autocast
 from .row_logits import RowLogits, row_logits
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.console import Console
     from transformers import PreTrainedModel
@@ -89,7 +90,7 @@ def _bits(model: LongNetLM, tokens: Tensor, precision: str) -> Tensor:
 
 
 @contextmanager
-def chart(path: Path, size: tuple[float, float] = (8, 4.5)) -> Iterator[Figure]:
+def chart(path: Path, size: tuple[float, float] = (6.4, 4.4)) -> Iterator[Figure]:
     """Context with an empty figure of matplotlib, which is written to ``path`` as PNG at the end.
 
     Args:
@@ -101,7 +102,12 @@ def chart(path: Path, size: tuple[float, float] = (8, 4.5)) -> Iterator[Figure]:
     figure = Figure(figsize=size, layout="constrained")
     yield figure
     with replacing(path) as staged:
-        figure.savefig(staged, dpi=120, format="png")
+        figure.savefig(staged, dpi=140, format="png")
+
+
+def legend_above(axes: Axes) -> None:
+    """A legend above the axes, where it covers no line."""
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
 
 
 def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Path:
@@ -111,7 +117,7 @@ def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Pat
     entries = read_metrics(run)
     curves: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("bits_per_byte", "training", {"color": "tab:blue", "linewidth": 0.8, "alpha": 0.6}),
-        ("eval_bits_per_byte", "held-out, on the way", {"color": "tab:orange", "marker": "o", "markersize": 4}),
+        ("eval_bits_per_byte", "held-out", {"color": "tab:orange", "marker": "o", "markersize": 4}),
     )
     path = run / "loss.png"
     with chart(path) as figure:
@@ -121,14 +127,14 @@ def draw_losses(run: Path, *, xz: float, final: tuple[int, float] | None) -> Pat
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, **style)
         if final is not None:
-            axes.plot(*final, "*", color="tab:red", markersize=12, label=f"held-out, at the end: {final[1]:.3f}")
-        axes.axhline(xz, color="black", linestyle="--", linewidth=1, label=f"xz -9e on the same bytes: {xz:.3f}")
+            axes.plot(*final, "*", color="tab:red", markersize=12, label=f"held-out, final: {final[1]:.3f}")
+        axes.axhline(xz, color="black", linestyle="--", linewidth=1, label=f"xz -9e, same bytes: {xz:.3f}")
         axes.set_xlabel("optimizer step")
         axes.locator_params(axis="x", integer=True)
         axes.set_ylabel("bits per byte")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend()
+        legend_above(axes)
     return path
 
 
@@ -209,13 +215,13 @@ def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) ->
         axes = figure.subplots()
         for name, bits in curves.items():
             midpoints, means = binned(bits)
-            axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}: {bits.mean():.3f} on average")
-        axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"length before: {own_length:,}")
+            axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}, mean {bits.mean():.3f}")
+        axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"own length, {own_length:,}")
         axes.set_xscale("log", base=2)
         axes.set_xlabel("position in the text, tokens")
         axes.set_ylabel("bits per byte")
         axes.grid(alpha=0.3)
-        axes.legend()
+        legend_above(axes)
 
 
 def binned(bits: Tensor) -> tuple[list[float], list[float]]:

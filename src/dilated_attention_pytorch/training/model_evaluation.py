@@ -23,7 +23,7 @@ from .data.documents import documents_of, held_out_rows
 from .data.windows import EvaluationWindows
 from .eight_bit import Weights, import_torchao, make_small, weight_bytes
 from .evaluated_model import EvaluatedModel, open_model
-from .evaluation import binned, bits_of_tokens, chart, predicted
+from .evaluation import binned, bits_of_tokens, chart, legend_above, predicted
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
 from .run_settings import LARGEST_SEED, LONGEST_TEXT, DeviceChoice, Precision, check_choice, check_number
@@ -357,18 +357,18 @@ def print_result(result: Mapping[str, Any], console: Console) -> None:
 
 def draw_result(result: Mapping[str, Any], file: Path) -> None:
     """Plot a result."""
-    with chart(file, (10, 7.5)) as figure:
+    with chart(file, (9, 7.8)) as figure:
         by_length, by_position, by_needle, by_pair = figure.subplots(2, 2).flat
         lengths = {int(length): bits for length, bits in result["bits_per_byte"].items()}
         _draw(
             by_length, "tokens read at most", "bits per byte, held-out", {"": (list(lengths), list(lengths.values()))}
         )
-        by_length.axvline(result["own_length"], color="black", linestyle="--", linewidth=1, label="its own length")
-        by_length.legend()
+        by_length.axvline(result["own_length"], color="black", linestyle="--", linewidth=1, label="own length")
+        legend_above(by_length)
         curves = {
             f"reading {int(name):,}": tuple(zip(*points, strict=True)) for name, points in result["by_position"].items()
         }
-        _draw(by_position, "position in the text that is read, tokens", "bits per byte, held-out", curves)
+        _draw(by_position, "position in the text, tokens", "bits per byte, held-out", curves)
         rows = result.get("needle", [])
         distances = [row["distance"] for row in rows]
         _draw(
@@ -376,13 +376,13 @@ def draw_result(result: Mapping[str, Any], file: Path) -> None:
             "distance, tokens",
             "bits per byte of random letters",
             {
-                "where they come again": (distances, [row["again"] for row in rows]),
-                "where they came first": (distances, [row["first"] for row in rows]),
+                "repeated": (distances, [row["again"] for row in rows]),
+                "first": (distances, [row["first"] for row in rows]),
             },
         )
         rows = result.get("associations", [])
         answered = ([row["distance"] for row in rows], [row["answered"] for row in rows])
-        _draw(by_pair, "distance, tokens", "second words known by their first", {"": answered})
+        _draw(by_pair, "distance, tokens", "share of second words predicted", {"": answered})
         by_pair.set_ylim(-0.03, 1.03)
 
 
@@ -390,7 +390,7 @@ def _draw(axes: Axes, x: str, y: str, curves: Mapping[str, Any]) -> None:
     for name, (positions, values) in curves.items():
         axes.plot(positions, values, marker="o", markersize=3, label=name or None)
     if any(curves):
-        axes.legend()
+        legend_above(axes)
     if any(positions for positions, _ in curves.values()):
         axes.set_xscale("log", base=2)
     else:
