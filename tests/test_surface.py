@@ -22,7 +22,7 @@ from dilated_attention_pytorch.cli.command import COMMANDS
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 LIST = Path(__file__).with_name("surface.txt")
-ROOMS = ("", *sorted({"core", *(file.parent.name for file in PACKAGE.glob("*/__init__.py"))}))
+ROOMS = ("", *sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py")))
 FLAGS = re.compile(r"^[ │]+(?:-[a-z], )?(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)", flags=re.MULTILINE)
 
 

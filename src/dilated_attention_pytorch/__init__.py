@@ -40,13 +40,13 @@ from .patterns import (
 )
 
 if TYPE_CHECKING:
+    from . import core as core
+    from .core import create_adaptive_sparse_attention as create_adaptive_sparse_attention
+    from .core import create_block_sparse_attention as create_block_sparse_attention
+    from .core import create_dilated_attention as create_dilated_attention
+    from .core import create_multihead_dilated_attention as create_multihead_dilated_attention
+    from .core import create_ring_attention as create_ring_attention
     from .integrations import adopt, extend_context, replace_attention, set_pattern
-    from .legacy import makers as core  # noqa: F401 - an import path of earlier packages
-    from .legacy.makers import create_adaptive_sparse_attention as create_adaptive_sparse_attention
-    from .legacy.makers import create_block_sparse_attention as create_block_sparse_attention
-    from .legacy.makers import create_dilated_attention as create_dilated_attention
-    from .legacy.makers import create_multihead_dilated_attention as create_multihead_dilated_attention
-    from .legacy.makers import create_ring_attention as create_ring_attention
     from .models import LongNetForCausalLM as LongNetForCausalLM
 
 __version__ = "0.1.0"
@@ -82,11 +82,11 @@ __all__ = [
 _ON_FIRST_USE = {
     "LongNetForCausalLM": "models",
     "adopt": "integrations",
-    "create_adaptive_sparse_attention": "legacy.makers",
-    "create_block_sparse_attention": "legacy.makers",
-    "create_dilated_attention": "legacy.makers",
-    "create_multihead_dilated_attention": "legacy.makers",
-    "create_ring_attention": "legacy.makers",
+    "create_adaptive_sparse_attention": "core",
+    "create_block_sparse_attention": "core",
+    "create_dilated_attention": "core",
+    "create_multihead_dilated_attention": "core",
+    "create_ring_attention": "core",
     "extend_context": "integrations",
     "replace_attention": "integrations",
     "set_pattern": "integrations",
@@ -99,7 +99,7 @@ register_with_models()
 def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
         return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
-    if name == "core":  # a module of the table, made on first use
+    if name == "core":  # a module, imported on first use
         return importlib.import_module(".core", __name__)
     return legacy.look_up("", name)
 

@@ -23,8 +23,8 @@ PACKAGE = "dilated_attention_pytorch"
 ROWS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("old_imports.toml").read_text())["import"]
 IMPORTS: list[tuple[str, str]] = [(row["module"], name) for row in ROWS for name in row["names"]]
 # Where an old import is today's: the module is where it was.
-SAME = {("core", name) for name in dir(dilated_attention_pytorch.core) if name.startswith("create_")}
-SAME |= {("", name) for name in (*dilated_attention_pytorch.__all__, *dilated_attention_pytorch.core.__all__)}
+SAME = {(module, name) for module in ("core", "core.config") for name in dilated_attention_pytorch.core.__all__}
+SAME |= {("", name) for name in dir(dilated_attention_pytorch)}
 
 
 class Taken(NamedTuple):

@@ -156,7 +156,11 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: small().pattern, RuntimeError, "call the module first"),
     (lambda: DynamicDilatedAttention(CONFIG, selector=selector()), ValueError, "selector_config or selector, got both"),
     (lambda: DynamicDilatedAttention(selector=CONFIG), TypeError, "a DynamicSegmentSelector or None, got Segment"),  # type: ignore[arg-type]
-    (lambda: DynamicDilatedAttention([512]), TypeError, "config must be a SegmentSelectionConfig or None, got list"),  # type: ignore[arg-type]
+    (
+        lambda: DynamicDilatedAttention([512]),
+        TypeError,
+        r"selector_config must be a SegmentSelectionConfig or None, got \[512\] of type list",
+    ),  # type: ignore[arg-type]
     (lambda: DynamicDilatedAttention(dropout=1.0), ValueError, "below 1, got 1.0"),
     (lambda: small(tail="cut")(Q, Q, Q), ValueError, "got 'cut'"),
     (lambda: small()(Q[0], Q, Q), ValueError, "query must have 4 dimensions"),
@@ -167,8 +171,12 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "no segments fit the memory budget",
     ),
-    (lambda: core.create_dilated_attention("dynamic", segment_lengths=[4]), ValueError, "leave these out"),
-    (lambda: core.create_dilated_attention(), ValueError, "'auto' needs segment_lengths and dilation_rates, got None"),
+    (
+        lambda: core.create_dilated_attention("dynamic", segment_lengths=[4]),
+        TypeError,
+        "DynamicAttentionConfig has no field segment_lengths; its fields are selector_config, dropout",
+    ),
+    (lambda: core.create_dilated_attention(), TypeError, "DilatedAttentionConfig needs segment_lengths and dilation"),
 ]
 
 

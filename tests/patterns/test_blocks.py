@@ -23,7 +23,7 @@ from dilated_attention_pytorch import (
     strided_blocks,
 )
 from dilated_attention_pytorch.patterns import blocks, pattern_from_expression, pattern_from_spec
-from dilated_attention_pytorch.patterns.expression import expression_of
+from dilated_attention_pytorch.patterns.expression import pattern_from_text, text_of
 from dilated_attention_pytorch.patterns.rules import NO_END
 from support.drawn import block_calls, examples, pattern_of, rules
 from support.oracle import Rule, dense_counts
@@ -103,9 +103,10 @@ def test_the_text_form_reads_back_and_heads_are_picked(call: Any) -> None:
     part = pattern.for_heads(heads, call.kv_heads)
     assert torch.equal(part.counts(every, every, 2), whole[heads])
     assert pattern_from_spec(part.spec) == part
-    assert expression_of(part) is None
-    expression = expression_of(pattern)
-    assert pattern_from_expression(expression) == pattern if expression else "from_block_mask" in repr(pattern)
+    for one in (pattern, part):
+        assert pattern_from_text(text_of(one)) == one
+    assert text_of(part) == part.spec
+    assert text_of(pattern) != pattern.spec or "from_block_mask" in repr(pattern)
     turned = part.for_heads([1], 2)
     assert torch.equal(turned.counts(every, every, 1), whole[:1])
 

@@ -61,7 +61,7 @@ def implementation(impl: Impl) -> Iterator[None]:
     ...     out = attend(q, q, q, DilatedPattern([16, 64], [1, 4]))
     """
     global _default
-    _check_name(impl)
+    check_impl(impl)
     before, _default = _default, impl
     try:
         yield
@@ -171,12 +171,11 @@ def removal(impl: str) -> str | None:
     return f"impl={impl!r}, {what}, was removed: no device had run it; use {instead}"
 
 
-def _check_name(impl: str) -> None:
-    sentence = removal(impl)
-    if sentence is not None:
-        raise ValueError(sentence)
+def check_impl(impl: str) -> None:
+    """Raise :class:`ValueError` unless ``impl`` names an implementation, or ``"auto"``."""
     if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
+        sentence = removal(str(impl))
+        raise ValueError(sentence or f"impl must be one of {', '.join(map(repr, IMPLS))}, got {impl!r}")
 
 
 def select(
@@ -201,7 +200,7 @@ def select(
         NotImplementedError: the named implementation (with ``"auto"``, every one that is not dense) does not support
             the call.
     """
-    _check_name(impl)
+    check_impl(impl)
     asked = default_of(impl)
     chosen = asked
     if asked == "auto":

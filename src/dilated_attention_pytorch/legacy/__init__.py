@@ -78,15 +78,10 @@ class _Finder(MetaPathFinder, Loader):
         return _OldModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give `core` its functions; names of other modules are looked up on access.
+        """Nothing: names are looked up on access.
 
         Raises:
             ModuleNotFoundError: the module has no counterpart here; the message says why.
         """
-        path = module.__name__.partition(".")[2]
-        if sentence := table.module(path):
+        if sentence := table.module(module.__name__.partition(".")[2]):
             raise ModuleNotFoundError(f"{module.__name__} is not here: {sentence}", name=module.__name__)
-        if path == "core":
-            from . import makers
-
-            vars(module).update({name: getattr(makers, name) for name in ("__all__", "__doc__", *makers.__all__)})

@@ -12,8 +12,7 @@ from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAtten
 from dilated_attention_pytorch.parallel import RingMultiheadDilatedAttention
 
 from . import table
-from .keywords import instead_of_speed
-from .makers import set_tf32
+from .keywords import instead_of_speed, set_tf32
 
 
 class ImprovedDilatedAttention(DilatedAttention):
@@ -124,7 +123,7 @@ class RingAdvancedDistributedDilatedAttention(ImprovedMultiheadDilatedAttention,
                 "and write instead:\n  " + "\n  ".join(asked)
             )
         sizes = (embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias)
-        place: dict[str, Any] = {"ring_size": ring_size, "mesh": mesh, "device": device, "dtype": dtype}
-        super().__init__(*sizes, layer_norm, layer_norm_eps, gamma_init, use_tf32=use_tf32, **place, **of_speed)
+        others: dict[str, Any] = {"ring_size": ring_size, "mesh": mesh, "device": device, "dtype": dtype, **of_speed}
+        super().__init__(*sizes, layer_norm, layer_norm_eps, gamma_init, use_tf32=use_tf32, **others)
         if compile_model:
             self.compile()

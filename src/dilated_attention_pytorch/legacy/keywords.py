@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+import torch
+
 from . import table
 
 _P = ParamSpec("_P")
@@ -46,6 +48,18 @@ def answers_old_keywords(init: Callable[_P, None]) -> Callable[_P, None]:
 def instead_of_speed(name: str) -> str | None:
     """What to say of a keyword that chose how a result is computed and not which; None for other names."""
     return next((row["instead"] for row in table.read()["of_speed"] if name in row["keywords"]), None)
+
+
+def is_old(name: str) -> bool:
+    """Whether a keyword is one of earlier packages, which the table answers."""
+    unneeded = (row["keywords"] for row in table.read()["unneeded"])
+    return name in table.read()["renamed"] or instead_of_speed(name) is not None or any(name in row for row in unneeded)
+
+
+def set_tf32(use_tf32: bool | None) -> None:
+    """Enable (True) or disable (False) TF32 for float32 matrix products of this process; None = unchanged."""
+    if use_tf32 is not None:
+        torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
 
 
 def _rename(given: dict[str, Any], name: str, today: str, is_there: bool, module: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.ops import attend_blocks, attend_with_lse, merge
 from dilated_attention_pytorch.ops.call import Call
-from dilated_attention_pytorch.ops.validation import check_call, check_dropout, check_size
+from dilated_attention_pytorch.ops.validation import check_call, check_dropout, check_scale, check_size
 from dilated_attention_pytorch.patterns import Pattern, local_window
 from dilated_attention_pytorch.precision import without_autocast
 
@@ -107,6 +107,7 @@ class AdaptiveBlockAttention(nn.Module):
                 f"got {pattern!r} of type {type(pattern).__name__}"
             )
         check_dropout("dropout", dropout)
+        check_scale("softmax_scale", softmax_scale)
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.num_kv_heads = num_kv_heads

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.kernels.select import Impl
+from dilated_attention_pytorch.kernels.select import Impl, check_impl
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.ops import Scores, attend
-from dilated_attention_pytorch.ops.validation import check_dropout, check_order
+from dilated_attention_pytorch.ops.validation import check_dropout, check_order, check_scale
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
@@ -25,7 +25,7 @@ class PatternAttention(nn.Module):
 
     Raises:
         TypeError: ``pattern`` is not a :class:`Pattern`.
-        ValueError: ``dropout`` is not in [0, 1).
+        ValueError: ``dropout`` is not in [0, 1), ``softmax_scale`` not finite, or ``impl`` unknown.
 
     >>> from dilated_attention_pytorch.nn import PatternAttention
     >>> attention = PatternAttention(local_window(127, 0) + global_tokens(4))
@@ -45,6 +45,8 @@ class PatternAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_dropout("dropout", dropout)
+        check_scale("softmax_scale", softmax_scale)
+        check_impl(impl)
         if not isinstance(pattern, Pattern):
             raise TypeError(
                 "pattern must be a pattern such as local_window(127) + global_tokens(4), "

@@ -85,6 +85,11 @@ class DynamicDilatedAttention(DilatedAttention):
         )
         if selector_config is not None and selector is not None:
             raise ValueError("a selector has its own policy: pass selector_config or selector, got both")
+        if selector_config is not None and not isinstance(selector_config, SegmentSelectionConfig):
+            raise TypeError(
+                f"selector_config must be a SegmentSelectionConfig or None, got {selector_config!r} of type "
+                f"{type(selector_config).__name__}"
+            )
         if selector is not None and not isinstance(selector, DynamicSegmentSelector):
             raise TypeError(f"selector must be a DynamicSegmentSelector or None, got {type(selector).__name__}")
         self.selector = DynamicSegmentSelector(selector_config) if selector is None else selector

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.kernels.select import Impl
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.ops import Scores
-from dilated_attention_pytorch.ops.validation import check_size
+from dilated_attention_pytorch.ops.validation import check_positive, check_size, check_switch
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 from dilated_attention_pytorch.patterns.dilated import OffsetRule, Tail
 
@@ -84,6 +84,13 @@ class MultiheadPatternAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
             check_size(name, number)
+        for name, width in (("kdim", kdim), ("vdim", vdim)):
+            if width is not None:
+                check_size(name, width)
+        for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
+            check_switch(name, switch)
+        check_positive("layernorm_eps", layernorm_eps)
+        check_positive("gain", gain)
         if embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim: got {num_heads} heads and embed_dim {embed_dim}")
         if num_heads % num_kv_heads:

@@ -40,11 +40,8 @@ def check_call(call: Call) -> None:
             "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), "
             f"got {pattern!r} of type {type(pattern).__name__}"
         )
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r} of type {type(is_causal).__name__}")
-    # Comparisons, since torch.compile traces math.isfinite of a number only while it is a constant.
-    if scale is not None and not (_is_number(scale) and -math.inf < scale < math.inf):
-        raise ValueError(f"scale must be a finite number or None for 1 / sqrt(D), got {scale!r}")
+    check_switch("is_causal", is_causal)
+    check_scale("scale", scale)
     of_scores = accumulation_dtype(query.dtype)
     largest = torch.finfo(of_scores).max / 4
     if scale is not None and abs(scale) > largest:
@@ -135,10 +132,29 @@ def _check_query_start(call: Call) -> None:
         )
 
 
+def check_scale(name: str, scale: float | None) -> None:
+    """Raise unless ``scale`` is a finite number or None."""
+    # Comparisons, since torch.compile traces math.isfinite of a number only while it is a constant.
+    if scale is not None and not (_is_number(scale) and -math.inf < scale < math.inf):
+        raise ValueError(f"{name} must be a finite number or None for 1 / sqrt(D), got {scale!r}")
+
+
 def check_dropout(name: str, probability: float) -> None:
     """Raise unless ``probability`` is a number in [0, 1)."""
     if not _is_number(probability) or not 0.0 <= probability < 1.0:
         raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {probability!r}")
+
+
+def check_positive(name: str, number: float) -> None:
+    """Raise unless ``number`` is a finite number above 0."""
+    if not _is_number(number) or not 0.0 < number < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {number!r}")
+
+
+def check_switch(name: str, switch: object) -> None:
+    """Raise unless ``switch`` is True or False."""
+    if not isinstance(switch, bool):
+        raise TypeError(f"{name} must be True or False, got {switch!r} of type {type(switch).__name__}")
 
 
 def _is_number(value: object) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.legacy.keywords import answers_old_keywords
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
-from dilated_attention_pytorch.ops.validation import check_size
+from dilated_attention_pytorch.ops.validation import check_size, check_switch
 from dilated_attention_pytorch.plan.layout import Layout
 
 from .agreement import check_strategy
@@ -62,6 +62,8 @@ class ParallelDilatedAttention(DilatedAttention):
             raise TypeError(f"mesh must be a DeviceMesh, or None for all ranks, got {type(mesh).__name__}")
         check_layout(layout)
         check_strategy(strategy)
+        if sequence_length is not None:
+            check_size("sequence_length", sequence_length)
         self.mesh = mesh
         self.strategy: Strategy = strategy
         self.layout: Layout = layout
@@ -204,6 +206,8 @@ class DistributedDilatedAttention(ParallelDilatedAttention):
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
+        check_switch("sequence_parallel", sequence_parallel)
+        check_switch("model_parallel", model_parallel)
         if not sequence_parallel and not model_parallel:
             raise ValueError(
                 "sequence_parallel and model_parallel are both False, so nothing is sharded: use DilatedAttention"

@@ -10,6 +10,7 @@ from typing import Any
 from .blocks import BlockPattern, global_tokens, hierarchical, local_window, per_head, random_blocks, strided_blocks
 from .dilated import DilatedPattern, SegmentedPattern
 from .pattern import Pattern, PatternSum
+from .spec import pattern_from_spec
 
 _CALLS: dict[str, Callable[..., Pattern]] = {
     "DilatedPattern": DilatedPattern,
@@ -44,13 +45,29 @@ def pattern_from_expression(text: str) -> Pattern:
     return _pattern(parsed, text)
 
 
-def expression_of(pattern: Pattern) -> str | None:
-    """The expression that :func:`pattern_from_expression` parses as ``pattern``; None if it has none.
+def pattern_from_text(text: str) -> Pattern:
+    """The pattern of an expression or of a :attr:`Pattern.spec`.
 
-    A mask of blocks and a pattern that was restricted to some heads have none, only their :attr:`Pattern.spec`.
+    Raises:
+        ValueError: the text is neither.
+    """
+    if not text.startswith("["):
+        return pattern_from_expression(text)
+    try:
+        return pattern_from_spec(text)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{text!r:.200} is not the spec of a pattern ({error}); write for example {_EXAMPLE}"
+        ) from None
 
-    >>> from dilated_attention_pytorch.patterns.expression import expression_of
-    >>> expression_of(per_head([local_window(7), strided_blocks(2)]) + DilatedPattern([256], [2]))
+
+def text_of(pattern: Pattern) -> str:
+    """The text that :func:`pattern_from_text` parses as ``pattern``: an expression, or its spec if it has none.
+
+    A mask of blocks and a pattern that was restricted to some heads have no expression.
+
+    >>> from dilated_attention_pytorch.patterns.expression import text_of
+    >>> text_of(per_head([local_window(7), strided_blocks(2)]) + DilatedPattern([256], [2]))
     'per_head([local_window(7), strided_blocks(2, block_size=128)]) + DilatedPattern([256], [2])'
     """
     summands = pattern.patterns if isinstance(pattern, PatternSum) else (pattern,)
@@ -62,8 +79,8 @@ def expression_of(pattern: Pattern) -> str | None:
     try:
         is_read_back = pattern_from_expression(text) == pattern
     except ValueError:
-        return None
-    return text if is_read_back else None
+        return pattern.spec
+    return text if is_read_back else pattern.spec
 
 
 def _num_parts(pattern: Pattern) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression, pattern_from_spec
-from dilated_attention_pytorch.patterns.expression import expression_of
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.patterns.expression import pattern_from_text, text_of
 from dilated_attention_pytorch.tracing import constant_of_graph
 
 PatternOfModel = Pattern | str | Sequence[Pattern | str | None]
@@ -291,37 +291,32 @@ def same_entry(one: Any, other: Any) -> bool:
     """Whether two values of ``config.dilated_attention`` hold the same patterns, as expressions or specs."""
     try:
         return bool(one == other or _patterns(one) == _patterns(other))
-    except (LookupError, TypeError, ValueError):  # damaged text
+    except ValueError:  # damaged text
         return False
 
 
 def _patterns(entry: Any) -> Any:
     held = entry.get("pattern") if isinstance(entry, dict) and list(entry) == ["pattern"] else None
     if isinstance(held, str):
-        return _parse(held)
-    return [text if text is None else _parse(text) for text in held] if isinstance(held, list) else entry
+        return pattern_from_text(held)
+    return [text if text is None else pattern_from_text(text) for text in held] if isinstance(held, list) else entry
 
 
 def _text(pattern: Pattern | str) -> str:
     """A pattern as a configuration holds it: its expression, or its spec if it has none."""
     if isinstance(pattern, str):
-        pattern = _parse(pattern)
+        pattern = pattern_from_text(pattern)
     if not isinstance(pattern, Pattern):
         raise TypeError(
             "pattern must be a Pattern such as DilatedPattern([2048, 8192], [1, 4]), its text, or a sequence of one "
             f"per layer, got {pattern!r} of type {type(pattern).__name__}"
         )
-    return expression_of(pattern) or pattern.spec
+    return text_of(pattern)
 
 
 @constant_of_graph
 def _read(text: str) -> str:
     """Parse the text of a pattern; returns its key in the cache."""
     if text not in _READ:
-        _READ[text] = _parse(text)
+        _READ[text] = pattern_from_text(text)
     return text
-
-
-def _parse(text: str) -> Pattern:
-    """The pattern of an expression, or of a :attr:`Pattern.spec`, which earlier versions saved."""
-    return pattern_from_spec(text) if text.startswith("[") else pattern_from_expression(text)
