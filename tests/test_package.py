@@ -291,6 +291,17 @@ def test_a_cold_import_star_imports_and_info_need_torch_alone(figure: Any) -> No
     figure("import, seconds beyond torch's own", f"{own:.3f} (torch {torch_seconds:.2f})")
 
 
+def test_the_import_warns_of_nothing_that_the_import_of_torch_does_not_warn_of() -> None:
+    """Without NumPy PyTorch warns when it is imported, and this package adds nothing."""
+
+    def warnings_of(module: str) -> set[str]:
+        program = f"import sys; sys.modules['numpy'] = None; import {module}"
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        return {*run.stderr.splitlines()}
+
+    assert warnings_of("dilated_attention_pytorch") == warnings_of("torch")
+
+
 def test_the_citation_has_the_version_of_the_package() -> None:
     (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
     assert cited == dilated_attention_pytorch.__version__ == importlib.metadata.version(NAME)

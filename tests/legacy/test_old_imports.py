@@ -71,7 +71,7 @@ def test_the_counts_of_the_migration_page_are_those_of_the_table() -> None:
     modules, names = len({module for module, _ in IMPORTS}), len({name for _, name in IMPORTS})
     page = (DOCS / "migration.md").read_text()
     figures = re.search(
-        r"(\d+) imports of (\d+) names from (\d+) modules:\s+(\d+) work, (\d+) are\s+answered, (\d+) neither", page
+        r"(\d+) imports of (\d+) names from (\d+)\s+modules:\s+(\d+) work, (\d+) are\s+answered, (\d+) neither", page
     )
     assert figures is not None
     counted = (len(IMPORTS), names, modules, kinds["works"], kinds["answered"], kinds["neither"])

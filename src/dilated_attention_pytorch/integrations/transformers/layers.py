@@ -184,7 +184,7 @@ def note_attended(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} is in a model of which it is not known whether every layer attends under the "
             "pattern: call set_pattern(model, pattern) after the model is built, or have the pattern in the "
-            "configuration and register() called before it is built"
+            "configuration, and this package imported, before it is built"
         )
     setattr(module, _PROOF, True)
 
