@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -41,6 +41,9 @@ from dilated_attention_pytorch.training.stages import Stages, StageSettings
 
 from .measured_code import digest
 from .study import Study, run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SMALLEST_TEXT = 1 << 15
 ROPE_THETA = 1e6
@@ -240,8 +243,8 @@ def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, An
     return records
 
 
-def draw(records: list[dict[str, Any]], file: Path) -> None:
-    """Plot results by length, position and distance, and over the training's operations."""
+def chart(records: list[dict[str, Any]]) -> Figure:
+    """Plots of results by length, position and distance, and over the training's operations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -273,9 +276,14 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
         axes.set_ylabel(y)
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def draw(records: list[dict[str, Any]], file: Path) -> None:
+    """Write :func:`chart` as PNG."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as staged:
-        figure.savefig(staged, dpi=140, format="png", pil_kwargs={"optimize": True})
+        chart(records).savefig(staged, dpi=140, format="png", pil_kwargs={"optimize": True})
 
 
 def measure(given: Length) -> dict[str, Any]:

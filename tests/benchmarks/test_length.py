@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from benchmarks.length import CONTESTANTS, LENGTHS, draw
+from benchmarks.length import CONTESTANTS, LENGTHS, chart, draw
 from benchmarks.study import RESULTS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,3 +34,17 @@ def test_the_picture_of_the_page_is_drawn_from_the_results(tmp_path: Path) -> No
     new, old = (matplotlib.image.imread(folder / "length.png") for folder in (tmp_path, DOCS / "pictures"))
     assert new.shape == old.shape
     assert abs(new - old).mean() < 0.01  # fonts may differ by some pixels
+
+
+def test_a_model_has_one_colour_on_all_panels() -> None:
+    figure = chart([*RECORDS.values()])
+    (legend,) = figure.legends
+    colours = {
+        text.get_text(): line.get_color() for text, line in zip(legend.texts, legend.legend_handles, strict=True)
+    }
+    assert len(set(colours.values())) == len(colours) == len(CONTESTANTS)
+    by_length, by_position, by_distance, by_compute = (
+        [line.get_color() for line in axes.lines if len(line.get_xdata())] for axes in figure.axes
+    )
+    assert by_length == by_position == by_distance == [*colours.values()]
+    assert by_compute == [colour for name, colour in colours.items() if name.startswith("LongNet")]
