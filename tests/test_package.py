@@ -131,6 +131,7 @@ ALLOWED = {
     "legacy/makers": {"nn", "parallel", "patterns"},
     "legacy/transformer": {"models", "nn"},
     "__init__": {
+        "cli",  # when the command is started: its words are read before torch is imported
         "integrations",
         "legacy",
         "models",

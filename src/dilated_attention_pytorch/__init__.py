@@ -2,13 +2,21 @@
 
 import sys
 
-from .interrupt import leave_on_interrupt
+from .interrupt import is_command_line, leave_on_interrupt
 
 leave_on_interrupt(sys.orig_argv)  # before all other imports
+
+__version__ = "0.1.0"
 
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
+
+if is_command_line(sys.orig_argv):
+    # Help and misspelt names are answered without the seconds that torch takes.
+    from .cli.words import answer
+
+    answer(sys.argv[1:])
 
 from .parent import end_command_with_launcher
 from .waiting import choose_waiting
@@ -43,8 +51,6 @@ if TYPE_CHECKING:
     from .legacy.makers import create_multihead_dilated_attention as create_multihead_dilated_attention
     from .legacy.makers import create_ring_attention as create_ring_attention
     from .models import LongNetForCausalLM as LongNetForCausalLM
-
-__version__ = "0.1.0"
 
 # `import *` works with torch alone: LongNetForCausalLM, which needs transformers, is asked for by its name.
 __all__ = [
