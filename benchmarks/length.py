@@ -197,7 +197,7 @@ def trained(name: str, settings: TrainSettings, given: Length) -> None:
     train(settings, folder, console, may_resume=True)
     if not (folder / "eval.json").exists():
         told = EvalSettings(
-            lengths=LENGTHS,
+            context_lengths=LENGTHS,
             windows=given.windows,
             recall_texts=given.recall_texts,
             threads=torch.get_num_threads(),

@@ -297,10 +297,11 @@ def ran(commands: list[Command], world: Path, folder: Path) -> list[dict[str, An
         own = folder / str(number)
         shutil.copytree(world, own)
         words = command.words
-        if "--output" in words and ("--resume" not in words or "auto" in words):
-            output = own / words[words.index("--output") + 1]  # what a page writes is not there before
-            shutil.rmtree(output, ignore_errors=True)
-            output.unlink(missing_ok=True)
+        for flag in ("--output", "--output-file"):
+            if flag in words and ("--resume" not in words or "auto" in words):
+                output = own / words[words.index(flag) + 1]  # what a page writes is not there before
+                shutil.rmtree(output, ignore_errors=True)
+                output.unlink(missing_ok=True)
         variables = dict(word.split("=", 1) for word in command.line.split() if re.match(r"[A-Z_]+=", word))
         # None opens a window or asks the network.
         variables |= {"MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1"}

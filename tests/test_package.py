@@ -136,6 +136,7 @@ ALLOWED = {
         "auto_registration",
         "core",
         "installation",
+        "cli",  # when the command is started: its words are read before torch is imported
         "integrations",
         "legacy",
         "models",

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import inspect
 import io
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +18,11 @@ import pytest
 import dilated_attention_pytorch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.cli.command import COMMANDS
+from dilated_attention_pytorch.cli.help_page import descriptions
 
 PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 LIST = Path(__file__).with_name("surface.txt")
 ROOMS = ("", *sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py")))
-FLAGS = re.compile(r"^[ │]+(?:-[a-z], )?(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)", flags=re.MULTILINE)
 
 
 def module_of(room: str) -> ModuleType:
@@ -54,10 +53,9 @@ def help_of(*words: str) -> str:
 
 def flags() -> Iterator[str]:
     for command in COMMANDS:
-        explained = help_of(command)
-        assert f"usage: dilated-attention {command}" in explained
+        assert f"usage: dilated-attention {command}" in help_of(command)
         yield command
-        yield from (f"{command} {flag}" for flag in sorted(set(FLAGS.findall(explained))))
+        yield from sorted(f"{command} {flag['name']}" for flag in descriptions()[command]["flags"])
 
 
 def surface() -> list[str]:

@@ -2,17 +2,24 @@
 
 import sys
 
-from .interrupt import leave_on_interrupt
+from .interrupt import is_command_line, leave_on_interrupt
 
 leave_on_interrupt(sys.orig_argv)  # before all other imports
 
 from .installation import check_files
 
 check_files()
+__version__ = "0.1.0"
 
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
+
+if is_command_line(sys.orig_argv):
+    # Help and misspelt names are answered without the seconds that torch takes.
+    from .cli.words import answer
+
+    answer(sys.argv[1:])
 
 from .parent import end_command_with_launcher
 from .waiting import choose_waiting
@@ -48,8 +55,6 @@ if TYPE_CHECKING:
     from .core import create_ring_attention as create_ring_attention
     from .integrations import adopt, extend_context, replace_attention, set_pattern
     from .models import LongNetForCausalLM as LongNetForCausalLM
-
-__version__ = "0.1.0"
 
 # `import *` works with torch alone: LongNetForCausalLM, which needs transformers, is asked for by its name.
 __all__ = [

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 MESSAGE = "\ndilated-attention: stopped\n"
+_PACKAGE = __name__.partition(".")[0]
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -29,16 +30,27 @@ def leave_on_interrupt(command: Sequence[str]) -> None:
 
 
 def is_own_command(command: Sequence[str]) -> bool:
-    """Whether ``command``, the arguments of the interpreter, starts this package's own command."""
+    """Whether ``command``, the arguments of the interpreter, starts a program of this package."""
+    program = _program(command)
+    return program == "dilated-attention" or program.partition(".")[0] == _PACKAGE
+
+
+def is_command_line(command: Sequence[str]) -> bool:
+    """Whether ``command``, the arguments of the interpreter, is a line for ``dilated-attention``."""
+    return _program(command) in ("dilated-attention", _PACKAGE)
+
+
+def _program(command: Sequence[str]) -> str:
+    """The module or script that the interpreter runs, without its folder and ending; empty for other calls."""
     words = iter(command[1:])
     for word in words:
         if word == "-m":
-            return next(words, "").partition(".")[0] == __name__.partition(".")[0]
+            return next(words, "")
         if word in ("-W", "-X"):  # Python options with an argument
             next(words, "")
         elif not word.startswith("-"):
-            return os.path.splitext(os.path.basename(word))[0] == "dilated-attention"
-    return False
+            return os.path.splitext(os.path.basename(word))[0]
+    return ""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -58,7 +58,7 @@ def check_name(output: Path, flag: str = "--output") -> None:
         raise RunError(f"{flag} {str(output)!r} is no name in UTF-8; name another one") from error
 
 
-def check_new_file(output: Path, flag: str = "--output") -> None:
+def check_new_file(output: Path, flag: str = "--output-file") -> None:
     """Raise :class:`RunError` if the file ``output`` (option ``flag``) exists or cannot be written."""
     check_name(output, flag)
     if os.path.lexists(output):

@@ -6,7 +6,6 @@ empty, of another type, a path that is no file, a pattern of thousands of terms.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
@@ -15,24 +14,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.cli.command import COMMANDS
+from dilated_attention_pytorch.cli.help_page import descriptions
 from support.processes import TESTS, environment
 
 BASES = {
     "train": "train --preset tiny --device cpu --data texts --output new --steps 1 --sample-length 2",
-    "extend": "extend --model llama --device cpu --data texts --output new --length 64 --steps 1 --eval-windows 1",
+    "extend": "extend --model llama --data texts --output new --context-length 64 --steps 1 --eval-windows 1",
     "generate": "generate run --device cpu --prompt x --max-new-tokens 3",
     "embed": "embed slides --checkpoint slide_encoder.pth --output new",
     "finetune": "finetune slides labels.csv --checkpoint slide_encoder.pth --output new --layers 1 --epochs 1",
-    "eval": "eval run --device cpu --lengths 16 --windows 1 --recall-texts 0 --output new.json",
-    "report": "report run --output new.html",
+    "eval": "eval run --device cpu --context-lengths 16 --windows 1 --recall-texts 0 --output-file new.json",
+    "report": "report run --output-file new.html",
     "diagnose": "diagnose run",
-    "tokenizer": "tokenizer texts --vocab-size 300 --output new.json",
-    "bench": "bench --dry-run --shapes blocks --rows 64 --dtypes float32 --output new",
+    "tokenizer": "tokenizer texts --vocab-size 300 --output-file new.json",
+    "bench": "bench --dry-run --shapes blocks --sequence-lengths 64 --dtypes float32 --output new",
     "profile": "profile run --steps 1 --output new",
     "tune": "tune --dry-run --device cpu --output new",
     "plan": "plan --preset tiny --hardware H200",
-    "show": "show local_window(3) --length 64",
+    "show": "show local_window(3) --sequence-length 64",
     "build": "build",
     "info": "info",
 }
@@ -112,7 +111,7 @@ def drawn_line(draw: random.Random) -> list[str]:
     name = draw.choice(list(BASES))
     words = BASES[name].split()
     for _ in range(draw.randint(1, 3)):
-        fields = [*_flags(COMMANDS[name])]
+        fields = [flag["name"] for flag in descriptions()[name]["flags"]]
         if not fields or draw.random() < 0.1:
             place = draw.randrange(1, len(words) + 1)
             words[place:place] = [draw.choice((*NUMBERS, *TEXTS, *PATTERNS, "--nothing", "--help"))]
@@ -130,20 +129,6 @@ def drawn_line(draw: random.Random) -> list[str]:
         else:
             words[words.index(flag)] = value[0]
     return words
-
-
-def _flags(command: type, prefix: str = "--") -> list[str]:
-    """The flags of a command, by its fields and those of its parts."""
-    found = []
-    for field in dataclasses.fields(command):
-        found.append(f"{prefix}{field.name.replace('_', '-')}")
-        if field.name == "model" and "LongNetConfig" in str(field.type):
-            from dilated_attention_pytorch.models import LongNetConfig
-
-            found += _flags(LongNetConfig, "--model.")
-        if field.name == "stages":
-            found += ["--stages.lengths", "--stages.fractions", "--stages.windows", "--stages.patterns"]
-    return found
 
 
 def make_world(world: Path) -> None:

@@ -160,7 +160,17 @@ def test_bench_prints_times_and_writes_results_and_their_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(
-        ["bench", "--shapes", "three", "--contestants", "aten", "dense", "--dry-run", "--output", str(tmp_path / "new")]
+        [
+            "bench",
+            "--shapes",
+            "three",
+            "--implementations",
+            "aten",
+            "dense",
+            "--dry-run",
+            "--output",
+            str(tmp_path / "new"),
+        ]
     )
     said = capsys.readouterr().out
     for words in ("ours, aten", "dense SDPA", "this was a dry run", "bench.json"):

@@ -20,8 +20,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     model.save_pretrained(tmp_path / "short")
     write_texts(tmp_path / "texts")
     line = (
-        f"extend --model {tmp_path}/short --data {tmp_path}/texts --output {tmp_path}/run --length 64 --stages 48 64 "
-        "--pattern local_window(15)+DilatedPattern([64],[4]) --rotary linear --steps 4 --save-steps 1 --eval-steps 2 "
+        f"extend --model {tmp_path}/short --data {tmp_path}/texts --output {tmp_path}/run "
+        "--context-length 64 --stages 48 64 --pattern local_window(15)+DilatedPattern([64],[4]) --rotary linear "
+        "--steps 4 --save-steps 1 --eval-steps 2 "
         "--log-steps 1 --final-eval-windows 2 --threads 1 --gradient-checkpointing --precision float32 --device cpu"
     )
     return line.split()

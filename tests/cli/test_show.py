@@ -38,7 +38,7 @@ def test_show_prints_density_and_sketch_and_writes_the_picture(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     file = tmp_path / "pattern.png"
-    main(["show", "strided_blocks(4, block_size=2)", "--length", "16", "--causal", "--output", str(file)])
+    main(["show", "strided_blocks(4, block_size=2)", "--sequence-length", "16", "--causal", "--output-file", str(file)])
     printed = capsys.readouterr().out
     assert "25.0000%" in printed
     lines = printed.splitlines()
@@ -76,12 +76,15 @@ def test_show_prints_density_and_sketch_and_writes_the_picture(
         ([f"DilatedPattern([8], [{10**30}])"], "dilation_rates must hold integers of at most 2^62, got 1000"),
         ([f"SegmentedPattern([[0, {10**30}]], [1])"], "boundaries must hold integers of at most 2^62, got 1000"),
         (["local_window(1"], "is not a sum of patterns"),
-        (["local_window(1)", "--length", "0"], "sequence_length must be at least 1, got 0"),
+        (["local_window(1)", "--sequence-length", "0"], "sequence_length must be at least 1, got 0"),
         (
-            ["local_window(1)", "--length", "9", "--output", "nowhere/p.png"],
+            ["local_window(1)", "--sequence-length", "9", "--output-file", "nowhere/p.png"],
             "there is no folder nowhere; make it first",
         ),
-        (["local_window(1)", "--length", "9", "--output", "p.xyz"], "--output p.xyz: pictures end in ."),
+        (
+            ["local_window(1)", "--sequence-length", "9", "--output-file", "p.xyz"],
+            "--output-file p.xyz: pictures end in .",
+        ),
     ],
 )
 def test_wrong_patterns_are_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +116,7 @@ def test_what_fails_while_the_picture_is_written_is_said_and_nothing_of_going_on
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", fail)
     with pytest.raises(SystemExit) as left:
-        main(["show", "local_window(1)", "--length", "9", "--output", str(tmp_path / "p.png")])
+        main(["show", "local_window(1)", "--sequence-length", "9", "--output-file", str(tmp_path / "p.png")])
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"dilated-attention: {message}")
@@ -121,15 +124,15 @@ def test_what_fails_while_the_picture_is_written_is_said_and_nothing_of_going_on
 
 
 def test_every_head_is_sketched_as_the_first_however_many_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["show", "DilatedPattern([8], [4])", "--length", "8", "--heads", "4"])
+    main(["show", "DilatedPattern([8], [4])", "--sequence-length", "8", "--heads", "4"])
     four = capsys.readouterr().out.splitlines()[-8:]
-    main(["show", "DilatedPattern([8], [4])", "--length", "8", "--heads", "4096"])
+    main(["show", "DilatedPattern([8], [4])", "--sequence-length", "8", "--heads", "4096"])
     assert capsys.readouterr().out.splitlines()[-8:] == four
 
 
 def test_a_long_sketch_shows_the_mean_of_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
     # Every cell of 512 positions would be drawn full, or empty, by the rows that it begins with.
-    main(["show", "DilatedPattern([8192], [4])", "--length", "8192", "--heads", "4"])
+    main(["show", "DilatedPattern([8192], [4])", "--sequence-length", "8192", "--heads", "4"])
     printed = capsys.readouterr().out
     assert "6.2500%" in printed
     assert set("".join(printed.splitlines()[-20:])) == {"."}

@@ -137,7 +137,7 @@ def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
 def test_gradients_of_an_extension_take_the_memory_that_its_activations_leave() -> None:
     config = LlamaConfig(hidden_size=64, num_hidden_layers=3, vocab_size=97)
     for length, has_room in ((8, False), (65536, True)):
-        one, two = (ExtensionSettings(model="model", length=length, gradient_accumulation=n) for n in (1, 2))
+        one, two = (ExtensionSettings(model="model", context_length=length, gradient_accumulation=n) for n in (1, 2))
         weights = 4 * 1_000_000
         step, several = (extension_footprint(settings, config, 1_000_000) for settings in (one, two))
         assert (step.activations + step.loss > weights) is has_room

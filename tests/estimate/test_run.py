@@ -143,7 +143,7 @@ def test_plans_that_cannot_be_are_refused() -> None:
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    main(["plan", "--preset", "tiny", "--hardware", "RTX 4090", "--precision", "float32", "--output", str(file)])
+    main(["plan", "--preset", "tiny", "--hardware", "RTX 4090", "--precision", "float32", "--output-file", str(file)])
     printed, written = capsys.readouterr().out, json.loads(file.read_text())
     expected = footprint(dataclasses.replace(PRESETS["tiny"](), precision="float32"), 1)
     assert written["footprint"] == dataclasses.asdict(expected)

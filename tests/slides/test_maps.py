@@ -211,7 +211,7 @@ def test_a_picture_shows_where_the_tiles_lie(tmp_path: Path, capsys: pytest.Capt
         capsys, "heatmap", file, "--layer", 3, "--output", tmp_path / "c.png"
     )
     assert "--head must be 0 to 15" in failure(capsys, "heatmap", file, "--head", 16, "--output", tmp_path / "c.png")
-    main(["heatmap", str(file), "--rollout", "--output", str(tmp_path / "rollout.svg")])
+    main(["heatmap", str(file), "--rollout", "--output-file", str(tmp_path / "rollout.svg")])
     assert "rollout over all layers" in (tmp_path / "rollout.svg").read_text()
     assert "leave out --layer" in failure(
         capsys, "heatmap", file, "--rollout", "--layer", 1, "--output", tmp_path / "c.png"

@@ -145,7 +145,7 @@ class Kind:
 _TRAIN = "train --preset tiny --device cpu --output {n}/new"
 _TOKENS = f"{_TRAIN} --data {{w}}/texts --tokenizer {{w}}/tokenizer --model.vocab-size 300"
 _GENERATE = "generate {c} --prompt def --max-new-tokens 3 --device cpu"
-_EVAL = "eval {c} --output {n}/e.json --lengths 16 32 --windows 1 --recall-texts 1 --device cpu"
+_EVAL = "eval {c} --output-file {n}/e.json --context-lengths 16 32 --windows 1 --recall-texts 1 --device cpu"
 _REPORT = "report {c} --output {n}/r.html"
 
 KINDS = [
@@ -169,10 +169,10 @@ KINDS = [
     Kind("finished run", "finished", "model.safetensors config.json manifest.json training.json tokenizer*.json "
          "generation_config.json", f"{_GENERATE}\n{_EVAL}\n{_REPORT}\ntrain --resume {{c}}"),
     Kind("extension", "extension", "training.json checkpoint-*/*", f"extend --resume {{c}}\n{_EVAL}\n{_REPORT}"),
-    Kind("pretrained model", "short", "*", f"extend --model {{c}} --length 64 --data {{w}}/texts --device cpu --output "
-         f"{{n}}/new\n{_EVAL} --data {{w}}/texts"),
-    Kind("pretrained model's tokenizer", "words", "tokenizer*.json", "extend --model {c} --length 64 --data {w}/texts "
-         f"--device cpu --output {{n}}/new\n{_EVAL} --data {{w}}/texts"),
+    Kind("pretrained model", "short", "*", f"extend --model {{c}} --context-length 64 --data {{w}}/texts --device cpu "
+         f"--output {{n}}/new\n{_EVAL} --data {{w}}/texts"),
+    Kind("pretrained model's tokenizer", "words", "tokenizer*.json", "extend --model {c} --context-length 64 "
+         f"--data {{w}}/texts --device cpu --output {{n}}/new\n{_EVAL} --data {{w}}/texts"),
 ]  # fmt: skip
 
 

@@ -67,11 +67,19 @@ def test_extension_settings_come_back_from_their_file(tmp_path_factory: Any, sta
     rising = tuple(sorted(stages))
     length = rising[-1] if rising else 4096
     settings = ExtensionSettings(
-        model="some/model", length=length, stages=rising, learning_rate=rate, pattern="local_window(64)"
+        model="some/model", context_length=length, stages=rising, learning_rate=rate, pattern="local_window(64)"
     )
     file = tmp_path_factory.mktemp("configuration") / CONFIGURATION_NAME
     file.write_text(configuration_text(settings.to_dict(), "extend"))
     assert with_values(ExtensionSettings(model="other"), read_configuration(file), file) == settings
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('data = ["a", "b"]\nweights = [0.7, 0.3]\n')
+    assert with_values(PRESETS["cpu"](), read_configuration(file), file).data_weights == (0.7, 0.3)
+    file.write_text("length = 4096\n")
+    assert with_values(ExtensionSettings(model="m"), read_configuration(file), file).context_length == 4096
 
 
 def test_a_run_is_run_again_from_the_file_that_it_leaves(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def config(**changes: Any) -> LlamaConfig:
 
 def tiny(model: Path, data: Path, **changes: Any) -> ExtensionSettings:
     given: dict[str, Any] = {
-        "model": str(model), "data": (data,), "length": LONG, "steps": 24, "learning_rate": 3e-3,
+        "model": str(model), "data": (data,), "context_length": LONG, "steps": 24, "learning_rate": 3e-3,
         "precision": "float32", "device": "cpu", "threads": 1, "log_steps": 2, "eval_steps": 12, "save_steps": 8,
         "eval_windows": 2, "final_eval_windows": 6, "batch_tokens": 512, **changes,
     }  # fmt: skip
@@ -295,7 +295,7 @@ def test_a_model_with_windows_in_some_layers_is_extended_and_resumed(
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**sizes | own))
     model.save_pretrained(tmp_path / "model")
     few = {
-        "length": 64,
+        "context_length": 64,
         "steps": 3,
         "log_steps": 1,
         "save_steps": 1,
@@ -311,8 +311,12 @@ def test_a_model_with_windows_in_some_layers_is_extended_and_resumed(
     # A layer has windows of 9 tokens; the other half of the pairs of 64 twice, and all of its own length of 32.
     pairs = sum(min(9, token + 1) for token in range(64)) + 2 * 32 * 33 // 2 + 32 * 33 // 2
     assert f": {pairs / (64 * 65):.1%} of the pairs of dense attention" in console.said
+    begun = json.loads((run / "training.json").read_text())["settings"]
+    begun["length"] = begun.pop("context_length")  # as an earlier version named it
+    change_sealed(run / "training.json", settings=begun)
     resumed = resume_extension(run, quiet())
     assert resumed.step == 3
+    assert resumed.length == 64
     assert all(math.isfinite(bits) for bits in resumed.bits_per_byte["trained"].values())
 
 
@@ -321,7 +325,7 @@ def test_eval_of_a_run_that_was_stopped_takes_its_newest_whole_checkpoint(
 ) -> None:
     stop_after(monkeypatch, 10, signal.SIGINT)
     run = extend(tiny(short, texts), tmp_path / "run", quiet()).run
-    asked = EvalSettings(lengths=(OWN,), windows=1, recall_texts=0, precision="float32", device="cpu")
+    asked = EvalSettings(context_lengths=(OWN,), windows=1, recall_texts=0, precision="float32", device="cpu")
 
     def measured(name: str) -> tuple[dict[str, Any], str]:
         console = Heard()
@@ -561,7 +565,7 @@ def test_a_model_that_was_extended_is_not_extended_again(
     finished: ExtensionOutcome, texts: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match="the model has a pattern already"):
-        extend(tiny(finished.run, texts, length=512, batch_tokens=512), tmp_path / "run", quiet())
+        extend(tiny(finished.run, texts, context_length=512, batch_tokens=512), tmp_path / "run", quiet())
 
 
 def test_one_process_uses_one_of_several_devices(

@@ -34,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def test_bits_per_byte_are_those_of_a_direct_computation_at_every_length(finished: Outcome, tmp_path: Path) -> None:
-    settings = EvalSettings(lengths=(33, 65, 257), windows=2, recall_texts=0, precision="float32", device="cpu")
+    settings = EvalSettings(context_lengths=(33, 65, 257), windows=2, recall_texts=0, precision="float32", device="cpu")
     file = evaluate_model(str(finished.run), settings, tmp_path / "eval.json", quiet())
     result = json.loads(file.read_text())
     text = read_corpus([finished.run.parent / "texts"]).held_out.data.long()
@@ -132,7 +132,9 @@ def test_a_model_that_copies_recalls_everything_and_one_that_does_not_recalls_no
         monkeypatch.setattr(model_evaluation, "open_model", lambda *given, opened=opened: opened)
         monkeypatch.setattr(model_evaluation, "row_logits", lambda model: None)
         monkeypatch.setattr("dilated_attention_pytorch.training.evaluation.row_logits", lambda model: None)
-        settings = EvalSettings(lengths=(256, 512), windows=1, recall_texts=2, precision="float32", device="cpu")
+        settings = EvalSettings(
+            context_lengths=(256, 512), windows=1, recall_texts=2, precision="float32", device="cpu"
+        )
         file = evaluate_model("x", settings, tmp_path / f"{name}.json", quiet())
         results[name] = json.loads(file.read_text())
     for row in results["copying"]["needle"]:
@@ -178,7 +180,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path) -> None
     config = LlamaConfig(vocab_size=280, max_position_embeddings=32, num_attention_heads=2, **sizes)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     train_tokenizer([path.read_bytes() for path in sorted(texts.iterdir())], 300).save(tmp_path / "model")
-    settings = EvalSettings(data=(texts,), lengths=(16,), precision="float32", device="cpu")
+    settings = EvalSettings(data=(texts,), context_lengths=(16,), precision="float32", device="cpu")
     with pytest.raises(RunError, match=r"the text holds token 29\d and the model knows 280 tokens \(vocab_size in con"):
         evaluate_model(str(tmp_path / "model"), settings, tmp_path / "x.json", quiet())
     assert not (tmp_path / "x.json").exists()
@@ -193,13 +195,17 @@ def test_a_model_with_a_table_of_positions_is_refused_beyond_it_before_anything_
     for lengths in ((16, 32), (16, 33)):  # of 33 tokens the last is predicted, not read
         evaluate_model(
             str(tmp_path / "model"),
-            EvalSettings(lengths=lengths, **settings),
+            EvalSettings(context_lengths=lengths, **settings),
             tmp_path / f"{lengths[1]}.json",
             quiet(),
         )
     monkeypatch.setattr(model_evaluation, "bits_of_tokens", lambda *given: pytest.fail("it was measured"))
-    with pytest.raises(RunError, match=r"model cannot read 34 tokens \(index out of range .*; give --lengths up to 32"):
-        evaluate_model(str(tmp_path / "model"), EvalSettings(lengths=(16, 34), **settings), tmp_path / "x", quiet())
+    with pytest.raises(
+        RunError, match=r"model cannot read 34 tokens \(index out of range .*; give --context-lengths up to 32"
+    ):
+        evaluate_model(
+            str(tmp_path / "model"), EvalSettings(context_lengths=(16, 34), **settings), tmp_path / "x", quiet()
+        )
 
 
 def test_a_mistake_of_ours_is_not_taken_for_a_length_that_is_too_long(
@@ -210,4 +216,6 @@ def test_a_mistake_of_ours_is_not_taken_for_a_length_that_is_too_long(
 
     monkeypatch.setattr(model_evaluation, "bits_of_tokens", fail)
     with pytest.raises(IndexError, match="a mistake of ours"):
-        evaluate_model(str(finished.run), EvalSettings(lengths=(64,), device="cpu"), tmp_path / "x.json", quiet())
+        evaluate_model(
+            str(finished.run), EvalSettings(context_lengths=(64,), device="cpu"), tmp_path / "x.json", quiet()
+        )

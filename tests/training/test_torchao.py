@@ -109,7 +109,9 @@ def test_a_run_is_measured_and_sampled_from_in_8_bits(
     run = train(tiny_settings(write_texts(tmp_path / "texts"), precision="float32"), tmp_path / "run", quiet()).run
     results = {}
     for kind in ("stored", *KINDS):
-        asked = EvalSettings(lengths=(128,), windows=2, recall_texts=0, precision="float32", device="cpu", weights=kind)
+        asked = EvalSettings(
+            context_lengths=(128,), windows=2, recall_texts=0, precision="float32", device="cpu", weight_format=kind
+        )
         file = evaluate_model(str(run), asked, tmp_path / f"{kind}.json", Console(quiet=True))
         results[kind] = json.loads(file.read_text())
     bits = {kind: result["bits_per_byte"]["128"] for kind, result in results.items()}
@@ -120,7 +122,20 @@ def test_a_run_is_measured_and_sampled_from_in_8_bits(
     assert sizes["int8"] < sizes["stored"]
     assert results["int8"]["weights_as"] == "int8"
     for kind in KINDS:
-        main(["generate", str(run), "--prompt", "def ", "--max-new-tokens", "5", "--weights", kind, "--device", "cpu"])
+        main(
+            [
+                "generate",
+                str(run),
+                "--prompt",
+                "def ",
+                "--max-new-tokens",
+                "5",
+                "--weight-format",
+                kind,
+                "--device",
+                "cpu",
+            ]
+        )
         assert len(capsys.readouterr().out) > len("def ")
 
 

@@ -37,12 +37,12 @@ def main() -> None:
     parser.add_argument("--preset", choices=get_args(PresetName), default="auto", help="which sweeps to run")
     parser.add_argument("--output", type=Path, help="folder for bench.json and page.md; default runs/bench-PRESET")
     parser.add_argument("--shapes", nargs="+", default=(), help="sweep these shapes instead")
-    parser.add_argument("--contestants", nargs="+", default=(), help="parts of the names of those who take part")
+    parser.add_argument("--implementations", nargs="+", default=(), help="parts of the names of those to time")
     parser.add_argument("--time-limit", type=float, help="seconds after which no further call is begun")
     parser.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     parser.add_argument("--dry-run", action="store_true", help="a few rows: checks that everything works")
     words = vars(parser.parse_args())
-    words |= {name: tuple(words[name]) for name in ("shapes", "contestants")}
+    words |= {"shapes": tuple(words["shapes"]), "contestants": tuple(words.pop("implementations"))}
     try:
         # When the output is a file, use lines as wide as the tables.
         run(BenchSettings(**words), plain_console(width=150), module_command())

@@ -181,7 +181,7 @@ def _reason_to_skip(
     if reason is not None:
         return reason
     if contestant.name in without:
-        return f"the preset leaves it out here; --contestants {contestant.name} times it in every case"
+        return f"the preset leaves it out here; --implementations {contestant.name} times it in every case"
     if budget.is_dry and clock.device.type == "cpu" and contestant.name == FLEX:
         return "a dry run on the CPU does not wait for its compilation"
     least = case.flops(contestant.computes) / rate

@@ -20,10 +20,22 @@ On {device}, {date}: `{command}`
 {notes}
 Every time is of a call whose sampled rows, and gradients where they are timed, had just been compared with the
 definition. On a GPU it is the device's own time: it sleeps until the call has been launched; *launch* is the time on
-the host, with ! where the device waited for it. *all pairs* computes dense attention, more than the pattern. *x ours*
-is the time over that of our fastest implementation; *transient / q* is temporary memory over that of the query.
+the host, with ! where the device waited for it. *all pairs* computes dense attention, more than the pattern. *relative
+time* is the time over that of our fastest implementation; *extra memory / q* is temporary memory over that of the
+query.
 """
-_COLUMNS = ("N", "who", "time", "spread", "launch", "x ours", "GFLOP/s", "transient / q", "peak MB", "error")
+_COLUMNS = (
+    "N",
+    "implementation",
+    "time",
+    "spread",
+    "launch",
+    "relative time",
+    "GFLOP/s",
+    "extra memory / q",
+    "peak MB",
+    "error",
+)
 
 
 def print_page(values: Mapping[str, Any], rows: Sequence[Row], console: Console) -> None:

@@ -214,5 +214,5 @@ def check_case_memory(cases: Sequence[Case], device: torch.device) -> None:
         largest.held_bytes,
         device,
         what=f"{largest.name}",
-        remedy="take fewer --rows, a smaller --batch, or a narrower head",
+        remedy="take fewer --sequence-lengths, a smaller --batch, or a narrower head",
     )

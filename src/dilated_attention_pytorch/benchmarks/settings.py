@@ -22,42 +22,44 @@ class BenchSettings:
     """
 
     preset: PresetName = "auto"
-    """Sweeps to run: cpu (under 5 minutes on two cores), gpu (bfloat16, 32,768 to 1,048,576 rows, under 8
-    minutes on an H200). "auto": gpu if there is a CUDA device, else cpu."""
+    """Sweeps to run: cpu (under 5 minutes on two cores) or gpu. gpu: bfloat16, 32,768 to 1,048,576 rows, under 8
+    minutes on an H200. "auto": gpu if there is a CUDA device, else cpu."""
     output: Path | None = None
     """Folder to create for bench.json and page.md. It must not exist, or be empty. Default: runs/bench-PRESET."""
     shapes: tuple[str, ...] = ()
-    """Shapes to sweep instead of the preset's: paper, slide, three, blocks, decode."""
+    """Shapes to time instead of the preset's: paper, slide, three, blocks, decode."""
     rows: tuple[int, ...] = ()
-    """Numbers of rows N; default: those of every sweep."""
+    """Sequence lengths N. Default: those of every sweep."""
     modes: tuple[Mode, ...] = ()
-    """Modes to time: forward, forward_backward, or decode (one query against N rows); default: those of the sweeps."""
+    """Modes: forward, forward_backward, or decode (one query against N rows). Default: those of the sweeps."""
     dtypes: tuple[DtypeName, ...] = ()
-    """Dtypes; default: those of the sweeps."""
+    """Number formats. Default: those of the sweeps."""
     causal: tuple[bool, ...] = ()
-    """Causal mask: False, True, or both; default: as in the sweeps."""
+    """Causal mask: False, True, or both. Default: as in the sweeps."""
     head_dims: tuple[int, ...] = ()
-    """Head dimensions D; default: those of the sweeps."""
+    """Head dimensions D. Default: those of the sweeps."""
     num_groups: tuple[int, ...] = ()
-    """Keep this many of a shape's dilation groups, shortest segments first; several numbers sweep it."""
+    """Dilation groups of a shape to keep, shortest segments first. Several numbers sweep it. Default: all."""
     batch: int = 1
     """Batch size."""
     contestants: tuple[str, ...] = ()
-    """Parts of the names of contestants to run, for example: ours published dense. Default: all."""
+    """Implementations to time, by parts of their names. For example: ours published dense. Default: all."""
     device: DeviceChoice = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
+    """"auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
     seconds_each: float | None = None
-    """Seconds of repeated calls per contestant and case (at least 5 calls, 3 if one takes over a second)."""
+    """Seconds of repeated calls per implementation and case. At least 5 calls are made, 3 if one takes over a second.
+    Default: the preset's."""
     call_limit: float | None = None
-    """Skip a contestant if a single call takes more seconds than this at the machine's matrix-product rate."""
+    """Longest call in seconds; slower implementations are skipped. A call is predicted at the machine's matrix-product
+    rate. Default: the preset's."""
     time_limit: float | None = None
-    """Seconds after which no further call starts; the table lists what was left out."""
+    """Seconds after which no further call starts. The table lists what was left out. Default: the preset's."""
     resume: bool = False
-    """Continue the run in the output folder: results are kept, and what the time limit cut off is measured."""
+    """Continue the run in the output folder. Results are kept, and what the time limit cut off is measured."""
     dry_run: bool = False
-    """A few rows instead of thousands: a smoke test in seconds that measures nothing."""
+    """A few rows instead of thousands: a smoke test that measures nothing."""
 
     def __post_init__(self) -> None:
         _check_names("preset", (self.preset,), get_args(PresetName))
@@ -65,9 +67,13 @@ class BenchSettings:
         _check_names("modes", self.modes, get_args(Mode))
         _check_names("dtypes", self.dtypes, get_args(DtypeName))
         _check_names("device", (self.device,), get_args(DeviceChoice))
-        for name, least in (("rows", 1), ("head_dims", 1), ("num_groups", 1)):
-            for value in getattr(self, name):
-                _check_number(name, value, least=least)
+        for name, values in (
+            ("sequence_lengths", self.rows),
+            ("head_dims", self.head_dims),
+            ("num_groups", self.num_groups),
+        ):
+            for value in values:
+                _check_number(name, value, least=1)
         _check_number("batch", self.batch, least=1)
         _check_number("threads", self.threads, least=0)
         for name in ("seconds_each", "call_limit", "time_limit"):
@@ -85,10 +91,10 @@ class BenchSettings:
             for part in self.contestants:
                 sentence = removal(part.removeprefix("ours, "))
                 if sentence is not None:
-                    raise ValueError(f"contestant {part!r}: {sentence}")
+                    raise ValueError(f"implementations: {part!r}: {sentence}")
                 if not any(part in entry.name for entry in CONTESTANTS):
                     names = ", ".join(repr(entry.name) for entry in CONTESTANTS)
-                    raise ValueError(f"contestants must be parts of names, got {part!r}; the names are {names}")
+                    raise ValueError(f"implementations must be parts of names, got {part!r}; the names are {names}")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""

@@ -1,11 +1,12 @@
 """The command ``dilated-attention``."""
 
 import importlib
-import io
 import sys
 from collections.abc import Sequence
 
 from dilated_attention_pytorch.installation import check_files, importing
+
+from .words import answer
 
 __all__ = ["main"]
 
@@ -18,10 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
             number of the signal for a run that was stopped.
     """
     words = list(sys.argv[1:] if args is None else args)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # Paths and generated text may have characters that the terminal's encoding lacks.
-            stream.reconfigure(errors="backslashreplace")
+    answer(words)
     try:
         check_files()  # again: the package's own __init__.py may have been overwritten
     except ImportError as error:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from dilated_attention_pytorch.benchmarks.settings import BenchSettings
 from dilated_attention_pytorch.machine import require
@@ -12,16 +15,23 @@ from dilated_attention_pytorch.machine import require
 
 @dataclass(kw_only=True, slots=True)
 class Bench(BenchSettings):
-    """Benchmark attention on this machine against other implementations.
+    """Time attention on this machine beside other implementations.
 
-    Every contestant is first checked against the definition on the shape to be timed, including gradients if they are
-    timed: a contestant with wrong results is reported and not timed. Reported for each: time and its spread, operations
-    per second of the pattern, and memory.
+    Every implementation is first checked against the definition on the shape to be timed, including gradients if they
+    are timed: one with wrong results is reported and not timed. Reported for each: time and its spread, operations per
+    second of the pattern, and memory.
 
-    One shape with a given number of rows, with gradients: bench --shapes slide --rows 5000 --modes forward_backward
+    One shape at one length, with gradients:
 
-    Smoke test, in seconds: bench --preset gpu --dry-run
+        dilated-attention bench --shapes slide --sequence-lengths 5000 --modes forward_backward
+
+    A smoke test, in seconds:
+
+        dilated-attention bench --preset gpu --dry-run
     """
+
+    rows: Annotated[tuple[int, ...], tyro.conf.arg(name="sequence-lengths")] = ()
+    contestants: Annotated[tuple[str, ...], tyro.conf.arg(name="implementations")] = ()
 
     def run_command(self) -> None:
         """Run the benchmark.

@@ -10,13 +10,15 @@ from dilated_attention_pytorch.errors import RunError
 
 @dataclass(kw_only=True, slots=True)
 class Build:
-    """Compile the package's CPU kernels for this machine, or report why that is not possible.
+    """Compile the CPU kernels for this machine, or say why not.
 
     Wheels for Linux on x86-64 bring them compiled for certain releases of PyTorch. With another one they are compiled
     once per version of PyTorch and processor, and stored in the user's cache folder (below XDG_CACHE_HOME if set) with
     a digest: a damaged file is compiled anew. Files of another user, or that others can write, are not loaded. The
     first call that needs them also compiles them, unless DILATED_ATTENTION_NO_BUILD=1 is set: this command is for
     machine images without a compiler at run time, and for retrying after a failure.
+
+        dilated-attention build
     """
 
     def run_command(self) -> None:

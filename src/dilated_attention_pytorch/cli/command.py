@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from .extend import Extend, defaults_of_extend
 from .finetune import Finetune
 from .generate import Generate
 from .heatmap import Heatmap
+from .help_page import PROGRAM
 from .info import Info
 from .plan import PlanCommand, defaults_of_plan
 from .profile import ProfileRun
@@ -36,6 +36,7 @@ from .stopping import flags_in
 from .tokenizer import Tokenizer
 from .train import Train, defaults_of
 from .tune import Tune
+from .words import COMPLETION, in_our_names, leave, leave_broken_pipe
 
 
 class _Command(Protocol):
@@ -72,20 +73,6 @@ _DEFAULTS: Mapping[str, Callable[[Sequence[str]], Any]] = {
     "plan": defaults_of_plan,
 }
 """Functions that compute a command's defaults from its arguments."""
-_OF_A_CALL = "profile takes steps of a run, as it was trained (profile RUN); for one call use torch.profiler.profile"
-_REMOVED: Mapping[str, Mapping[str, str]] = {
-    "diagnose": {"--step": "`dilated-attention profile RUN` measures steps of a run; leave it out"},
-    "profile": dict.fromkeys(
-        (
-            *("--shape", "--rows", "--backward", "--dtype", "--causal", "--head-dim", "--num-groups", "--batch"),
-            *("--contestant", "--device", "--threads"),
-        ),
-        _OF_A_CALL,
-    ),
-    "plan": {"--html": "the plan is printed, and --output writes it as JSON; leave it out"},
-}
-"""By command, flags that earlier versions had, with what to use instead."""
-_TYRO = (tyro.conf.FlagCreatePairsOff,)
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -136,13 +123,11 @@ def run_command(args: Sequence[str]) -> None:
             command = _parse(list(args))
         command.run_command()
     except RunError as error:
-        _leave(str(error))
+        leave(str(error))
     except ImportError as error:
-        _leave(str(import_failure(error, args[0], _EXTRAS.get(args[0], "train"))))
+        leave(str(import_failure(error, args[0], _EXTRAS.get(args[0], "train"))))
     except BrokenPipeError:
-        # The reader closed the pipe; redirect stdout, so that Python's flush at exit does not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        leave_broken_pipe()
     except OSError as error:
         if error.errno in _FULL:
             where = f" ({error.filename})" if error.filename else ""
@@ -151,14 +136,14 @@ def run_command(args: Sequence[str]) -> None:
                 remedy += ", then go on with --resume RUN"
             elif error.errno != errno.EFBIG:
                 remedy += ", or name a folder on another disk"
-            _leave(f"{_FULL[error.errno]}{where}; {remedy}")
+            leave(f"{_FULL[error.errno]}{where}; {remedy}")
         if error.errno == errno.ENOMEM:
             _leave_out_of_memory(args[0], error)
         if error.filename is None:
             raise
         if error.errno == errno.EROFS:
-            _leave(f"{error.filename}: the disk is read-only; name a place on one that can be written")
-        _leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
+            leave(f"{error.filename}: the disk is read-only; name a place on one that can be written")
+        leave(f"{error.filename}: {error.strerror}; check the path and its permissions, or name another one")
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -169,34 +154,30 @@ def run_command(args: Sequence[str]) -> None:
 
 
 def _parse(args: list[str]) -> _Command:
-    name, rest = (args[0], args[1:]) if args else ("", [])
-    prog = "dilated-attention"
-    # A named command is parsed alone, so that tyro's messages refer to its options only.
-    if name in COMMANDS:
-        for flag in flags_in(rest):
-            if flag in _REMOVED.get(name, {}):
-                raise RunError(f"{name} {flag} was removed: {_REMOVED[name][flag]}")
-        default: dict[str, Any] = {"default": _DEFAULTS[name](rest)} if name in _DEFAULTS else {}
-        command: _Command = tyro.cli(COMMANDS[name], args=rest, prog=f"{prog} {name}", config=_TYRO, **default)
-        if isinstance(command, (Train, Extend)):
-            command.given = tuple(flag.removeprefix("--").replace("-", "_") for flag in flags_in(rest))
-        return command
-    description = (
-        "LongNet language models on exact dilated attention: train, generate, extend other models to longer texts, "
-        "embed whole slides, measure, see what runs here."
-    )
+    name, *rest = in_our_names(args)
+    if name == COMPLETION:
+        _print_completion(rest[0])
+    default = defaults_for(name, rest)
+    options = {} if default is None else {"default": default}
+    command: _Command = tyro.cli(COMMANDS[name], args=rest, prog=f"{PROGRAM} {name}", **options)
+    if isinstance(command, (Train, Extend)):
+        command.given = tuple(flag.removeprefix("--").replace("-", "_") for flag in flags_in(rest))
+    return command
+
+
+def defaults_for(name: str, rest: Sequence[str]) -> Any:
+    """The defaults of a command, of which the words after it may name others; None: those of its fields."""
+    return _DEFAULTS[name](rest) if name in _DEFAULTS else None
+
+
+def _print_completion(shell: str) -> NoReturn:
     parts = [Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()]
     any_of: Any = Union[tuple(parts)]  # noqa: UP007 - of a list
-    parsed: _Command = tyro.cli(any_of, args=args, prog=prog, description=description, config=_TYRO)
-    return parsed
+    tyro.cli(any_of, prog=PROGRAM, args=["--tyro-write-completion", shell, "-"])
+    raise AssertionError("tyro exits after it has written a completion")
 
 
 def _leave_out_of_memory(name: str, error: Exception) -> NoReturn:
     going_on = ", or go on where there is more of it with --resume RUN" if name in _THAT_GO_ON else ""
     reason = str(error).partition("\n")[0]
-    _leave(f"the memory is used up{f' ({reason})' if reason else ''}; take smaller numbers{going_on}")
-
-
-def _leave(sentence: str) -> NoReturn:
-    print(f"dilated-attention: {sentence}", file=sys.stderr)
-    raise SystemExit(2)
+    leave(f"the memory is used up{f' ({reason})' if reason else ''}; take smaller numbers{going_on}")

@@ -10,9 +10,9 @@ import tyro
 
 @dataclass(kw_only=True, slots=True)
 class Diagnose:
-    """Say what the log of a run shows: time, throughput, memory, slow ranks, faults, and the error that ended it.
+    """Say what the log of a run shows: time, memory, slow ranks, faults.
 
-    Takes runs of `train` and of `extend`, finished or not.
+    Takes runs of `train` and of `extend`, finished or not. Says too which error ended a run.
 
         dilated-attention diagnose runs/mine
     """

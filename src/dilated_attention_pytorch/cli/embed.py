@@ -25,31 +25,32 @@ _SOME_FAILED = 1
 
 @dataclass(kw_only=True, slots=True)
 class Embed(EmbedSettings):
-    """Embed whole slides with the slide encoder of GigaPath or TITAN, on a CPU or any GPU, without flash-attn or timm.
+    """Embed whole slides with the slide encoder of GigaPath or TITAN.
 
-    Slides are files of tile features, as TRIDENT, CLAM, STAMP, slide2vec or GigaPath's own pipeline write them: HDF5
-    with the datasets `features` [tiles, 1536] and `coords` [tiles, 2], or .pt dictionaries of the same. The checkpoint
-    is slide_encoder.pth of prov-gigapath/prov-gigapath on the Hugging Face hub, or the same weights in safetensors; or
-    the folder of MahmoodLab/TITAN, for features of CONCH v1.5.
+    It runs on a CPU or any GPU, without flash-attn or timm. Slides are files of tile features, as TRIDENT, CLAM, STAMP,
+    slide2vec or GigaPath's own pipeline write them: HDF5 with the datasets `features` [tiles, 1536] and `coords`
+    [tiles, 2], or .pt dictionaries of the same. The checkpoint is slide_encoder.pth of prov-gigapath/prov-gigapath on
+    the Hugging Face hub, or the same weights in safetensors; or the folder of MahmoodLab/TITAN, for features of CONCH
+    v1.5.
 
-        dilated-attention embed features_gigapath/ --checkpoint slide_encoder.pth --output embeddings/
+    The output folder gets one file per slide (with --patients, one per patient), written atomically, and _embed.json
+    with the settings. The same command again embeds what is missing, also after it was killed; a slide whose file
+    changed is embedded again. Unreadable files are reported and skipped, and nothing that `embed` did not write is
+    replaced. Exit code: 0 if every slide is embedded, 1 if some were skipped, 2 if nothing could start, 130 after
+    Ctrl-C.
+
+        dilated-attention embed features/ --checkpoint slide_encoder.pth --output embeddings/
 
     CLAM's files do not record the tile size; for tiles of 256 pixels at level 0:
 
         dilated-attention embed h5_files/ --checkpoint slide_encoder.pth --output embeddings/ --tile-size 256
-
-    The output folder gets one file per slide (with --patients, one per patient), written atomically, and _embed.json
-    with the settings. Running the same command again embeds what is missing, also after it was killed; a slide whose
-    file changed is embedded again. Another slide of the same name needs another folder. Unreadable files are reported
-    and skipped, and nothing that `embed` did not write is replaced. Exit code: 0 if every slide is embedded, 1 if some
-    were skipped, 2 if nothing could start, 130 after Ctrl-C.
     """
 
     slides: tyro.conf.Positional[tuple[Path, ...]]
     """Files of tile features (.h5, .hdf5, .pt, .npz), or folders that contain them."""
     checkpoint: Path
-    """Weights of the slide encoder: slide_encoder.pth, a .safetensors file, or TITAN's folder (config.json and
-    model.safetensors). No code in it is executed."""
+    """Weights: slide_encoder.pth, a .safetensors file, or TITAN's folder. The folder has config.json and
+    model.safetensors; no code in it is executed."""
     output: Path
     """Output folder: a new one, or that of an earlier run of the same command."""
 

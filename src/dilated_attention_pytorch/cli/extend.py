@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from dilated_attention_pytorch.models.card import lines_to_load
 from dilated_attention_pytorch.training import ExtensionOutcome, ExtensionSettings, RunError
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
@@ -26,29 +24,31 @@ class Extend(ExtensionSettings):
     """Extend the context length of a pretrained transformers model.
 
     Evaluates the model on held-out text at its own length and at the new one, scales its rotary positions, gives it
-    dilated attention, evaluates it again, trains it on windows that grow to the new length, and evaluates it again.
-    The run folder gets training.json with the results, metrics.jsonl, tensorboard/, context.png (bits per byte by
-    position), the last checkpoints, and at the end config.json, model.safetensors, README.md and the tokenizer. Ctrl-C
-    saves a checkpoint and stops; --resume continues.
+    dilated attention, trains it on windows that grow to the new length, and evaluates it again. The run folder gets the
+    model with its tokenizer, the results (training.json, context.png), metrics and checkpoints. Ctrl-C saves a
+    checkpoint and stops; --resume continues.
 
-        dilated-attention extend --model my/llama --length 32768 --data texts/ --output runs/long
+        dilated-attention extend --model my/llama --context-length 32768 --data texts/ --output runs/long
+
+    With less memory:
+
+        dilated-attention extend --model my/llama --rotary ntk --gradient-checkpointing
     """
 
     model: str = ""
-    """A decoder with rotary positions (Llama, Mistral, Qwen, GPT-NeoX, Gemma ...): a folder with config.json and
-    weights, or a name on the Hugging Face hub. Without a tokenizer and with a vocabulary of 256, tokens are bytes.
-    Required, except with --resume."""
+    """Model to begin with: a folder, or a name on the Hugging Face hub. A decoder with rotary positions (Llama,
+    Mistral, Qwen, GPT-NeoX, Gemma ...), with config.json and weights. Without a tokenizer and with a vocabulary of 256,
+    tokens are bytes. Required, except with --resume."""
     output: Path = Path("runs/extended")
     """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None
-    """TOML file of settings by name, with underscores for dashes; flags override it. Every run writes its own as
-    run.toml."""
+    """TOML file of settings; flags override it. Settings have the flags' names with underscores for dashes. Every run
+    writes its own as run.toml."""
     resume: Path | None = None
-    """Continue the stopped run in this folder, with its own settings; with a larger --steps also a finished one. No
-    other flags are allowed. "auto", with any flags: continue the run that the same command line started in --output,
-    if there is one; for jobs that a scheduler restarts."""
-
-    given: tyro.conf.Suppress[tuple[str, ...]] = dataclasses.field(default=(), init=False)
+    """Continue the stopped run in this folder. It keeps its own settings; with a larger --steps it also continues a
+    finished run. No other flags are allowed. "auto", with any flags: continue the run that the same command line
+    started in --output, if there is one; for jobs that a scheduler restarts."""
+    given: tuple[str, ...] = dataclasses.field(default=(), init=False)
     """Names of the settings given on the command line."""
 
     def __post_init__(self) -> None:

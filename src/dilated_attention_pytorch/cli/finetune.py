@@ -23,28 +23,28 @@ _PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", 
 
 @dataclass(kw_only=True, slots=True)
 class Finetune(FinetuneSettings):
-    """Fine-tune GigaPath's slide encoder on labels of slides or patients, and test it on patients held out.
+    """Fine-tune GigaPath's slide encoder on labels, and test it.
 
     Slides are files of tile features as for `embed`; LABELS is a CSV or TSV file with the columns slide and label, and
-    optionally patient and split.
+    optionally patient and split. The test is on held-out patients.
+
+    The output folder gets a folder for each fold and seed (model.safetensors, predictions.csv, run.json), metrics.json
+    and report.html. The same command again goes on with what is missing, also after it was killed; commands that run at
+    the same time over one folder share its runs. `dilated-attention embed --prefix slide_encoder.` takes the weights.
+    Exit code: 0 if all is written, 2 if something must be changed, 130 after Ctrl-C.
 
         dilated-attention finetune features/ labels.csv --checkpoint slide_encoder.pth --output runs/task --folds 5
 
     A linear probe on embeddings that `embed` wrote:
 
         dilated-attention finetune embeddings/ labels.csv --freeze --output runs/probe
-
-    The output folder gets a folder for each fold and seed (model.safetensors, predictions.csv, run.json), metrics.json
-    and report.html. The same command again goes on with what is missing, also after it was killed; commands that run at
-    the same time over one folder share its runs. `dilated-attention embed --prefix slide_encoder.` takes the weights.
-    Exit code: 0 if all is written, 2 if something must be changed, 130 after Ctrl-C.
     """
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SLIDES... LABELS")]
-    """Files of tile features, or folders that contain them (with --freeze also embeddings that `embed` wrote); and last
-    the CSV or TSV file of the labels, one slide a line."""
+    """Files of tile features, or folders that contain them (with --freeze also embeddings that `embed` wrote); last,
+    the file of the labels, one slide a line."""
     checkpoint: Path | None = None
-    """Weights of the slide encoder: slide_encoder.pth, or a .safetensors file; none for embeddings."""
+    """Weights: slide_encoder.pth, or a .safetensors file. None for embeddings."""
     output: Path
     """Output folder: a new one, or that of an earlier run of the same command."""
 

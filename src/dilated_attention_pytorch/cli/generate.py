@@ -17,21 +17,27 @@ from dilated_attention_pytorch.training.settings import SampleSettings
 
 @dataclass(kw_only=True, slots=True)
 class Generate(SampleSettings):
-    """Generate text from a run folder and print it as it is sampled.
+    """Generate text from a trained run and print it as it is sampled.
 
-    The prompt is treated as the beginning of a file. Memory is bounded in the length of the text: the cache keeps
-    only what later tokens can attend to.
+    The prompt is treated as the beginning of a file. Memory is bounded in the length of the text: the cache keeps only
+    what later tokens can attend to.
+
+        dilated-attention generate runs/mine --prompt "import os"
+
+    A long prompt from a file, continued by the most likely tokens:
+
+        dilated-attention generate runs/mine --temperature 0 --max-new-tokens 200 < chapter.txt
     """
 
     run: tyro.conf.Positional[Path]
-    """Run folder that `train` or `extend` wrote (for an unfinished run, its last complete checkpoint is used), or a
-    model that was saved with a pattern."""
+    """Run folder that `train` or `extend` wrote (of an unfinished run, its last checkpoint), or a model that was saved
+    with a pattern."""
     prompt: str | None = None
     """Text to continue. Default: standard input, or on a terminal one prompt after the other."""
     device: DeviceChoice = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
-    weights: Weights = "stored"
-    """"int8" or "float8": store the layers' matrices in 8 bits (torchao). "stored": as in the file."""
+    """"auto" takes a CUDA device if there is one."""
+    weight_format: Weights = "stored"
+    """How the layers' matrices are stored. "int8" or "float8": in 8 bits (torchao). "stored": as in the file."""
 
     def run_command(self) -> None:
         """Load the model, then write the prompt and its continuation to standard output.
@@ -44,8 +50,8 @@ class Generate(SampleSettings):
 
         preflight.check_packages("generating")
         device = choose_device(self.device)
-        if self.weights != "stored":
-            import_torchao(f"--weights {self.weights}")
+        if self.weight_format != "stored":
+            import_torchao(f"--weight-format {self.weight_format}")
         prompt = self.prompt
         is_dialogue = prompt is None and sys.stdin.isatty()
         if prompt is None and not is_dialogue:
@@ -75,7 +81,7 @@ class Generate(SampleSettings):
 
             opened = open_model(str(self.run), device)
             _say_skipped(opened.rejected, opened.weights)
-            make_small(opened.model, self.weights)
+            make_small(opened.model, self.weight_format)
 
             def continue_text(prompt: str) -> None:
                 _write(prompt)
@@ -89,7 +95,7 @@ class Generate(SampleSettings):
         folder, left = model_folder(self.run)
         _say_skipped(left, folder.name)
         model = load_model(folder).model.to(device)
-        make_small(model, self.weights)
+        make_small(model, self.weight_format)
         tokenizer = tokenizer_of(self.run, model.config.vocab_size)
 
         def continue_text_of_longnet(prompt: str) -> None:

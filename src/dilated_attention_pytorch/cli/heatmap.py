@@ -14,21 +14,19 @@ from dilated_attention_pytorch.errors import RunError
 class Heatmap:
     """Draw which tiles a slide embedding is made from.
 
+    Each square is a tile where it lies on the slide. Its colour is the attention of the class token in one layer,
+    divided by the mean over the tiles; grey tiles are not seen in that layer. --rollout draws what can reach the
+    embedding through all layers; neither says whether a tile speaks for or against a diagnosis. --contribution does,
+    for a model that finetune trained: red tiles speak for the class, blue ones against it.
+
         dilated-attention embed features/ --checkpoint slide_encoder.pth --output embeddings/ --maps
         dilated-attention heatmap embeddings/slide1.h5
-
-    Each square is a tile where it lies on the slide. Its colour is the attention of the class token (with pooling mean:
-    of all tiles together) in one layer, divided by the mean over the tiles; grey tiles are not seen in that layer. One
-    layer shows where it looks. What reaches the embedding through all layers, also by way of other tiles, is the
-    rollout (embed --rollout, then heatmap --rollout); neither says whether a tile speaks for or against a diagnosis.
-    That is the contribution to a score of a trained model (finetune --maps, then heatmap --contribution CLASS): red
-    tiles speak for it, blue ones against it.
     """
 
     file: tyro.conf.Positional[Path]
     """A file that `embed --maps`, `embed --rollout` or `finetune --maps` wrote."""
-    output: Path | None = None
-    """Picture to write; the ending selects the format. Default: beside the file, named after the slide."""
+    output_file: Path | None = None
+    """Picture to write; its ending selects the format. Default: beside the file, named after the slide."""
     slide: str | None = None
     """Slide of a patient (embed --patients). Default: the only one."""
     layer: int | None = None
@@ -69,10 +67,12 @@ class Heatmap:
                 "--rollout and --contribution go through all layers and heads: leave out --layer and --head, and pass "
                 "one of the two"
             )
-        output = self.file.with_name(f"{self.slide or self.file.stem}.png") if self.output is None else self.output
+        output = (
+            self.file.with_name(f"{self.slide or self.file.stem}.png") if self.output_file is None else self.output_file
+        )
         kinds = FigureCanvasBase.get_supported_filetypes()
         if output.suffix[1:].lower() not in kinds:
-            raise RunError(f"--output {output}: pictures end in .{', .'.join(sorted(kinds))}")
+            raise RunError(f"--output-file {output}: pictures end in .{', .'.join(sorted(kinds))}")
         check_new_file(output)
         scores = read_scores(self.file, self.slide)
         if self.contribution is not None:

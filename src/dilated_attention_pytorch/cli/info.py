@@ -21,11 +21,18 @@ _NARROWEST = 24
 
 @dataclass(kw_only=True, slots=True)
 class Info:
-    """Show versions, devices, and which attention implementations can run here and why the others cannot."""
+    """Show versions, devices, and which implementations can run here.
+
+        dilated-attention info
+
+    Check the Triton kernels on every GPU, for a report:
+
+        dilated-attention info --check
+    """
 
     check: bool = False
-    """Check the Triton kernels on every GPU against the definition instead, whatever earlier checks found, and print
-    a record for a report. It takes some minutes; under TRITON_INTERPRET=1 it runs on the CPU."""
+    """Check the Triton kernels on every GPU instead, and print a record for a report. They are compared with the
+    definition, whatever earlier checks found. It takes some minutes; under TRITON_INTERPRET=1 it runs on the CPU."""
 
     def run_command(self) -> None:
         """Print the tables. Needs only torch, so that it runs where other packages are missing."""

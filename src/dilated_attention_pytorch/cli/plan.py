@@ -35,57 +35,64 @@ _OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
 
 @dataclass(kw_only=True, slots=True)
 class PlanCommand(TrainSettings):
-    """Plan a run before it starts: memory by part, seconds by part, and what bounds it.
+    """Plan a run before it starts: memory, seconds, and what bounds it.
 
     The flags are those of train. Memory is counted from the step itself, on fake tensors. Seconds are a lower bound
     from the device's data sheet; with --hardware here they are predicted from measurements of this machine.
 
-    A preset on an H200: plan --preset gpu --hardware H200
+    A preset on an H200:
 
-    The longest text, fewest devices, best changes: plan --preset gpu --hardware H200 --longest --fewest --changes
+        dilated-attention plan --preset gpu --hardware H200
 
-    A model of transformers: plan --model my/llama --pattern "DilatedPattern([2048, 8192], [1, 4])"
+    The longest text, fewest devices and best changes:
+
+        dilated-attention plan --preset gpu --hardware H200 --longest --fewest --changes
+
+    A model of transformers:
+
+        dilated-attention plan --model my/llama --pattern "DilatedPattern([2048, 8192], [1, 4])"
     """
 
     preset: str = "auto"
-    """Starting values, see train."""
+    """Starting values: tiny, cpu, gpu or gpu-large. See train. Default: gpu if there is a CUDA device, else cpu."""
     config: Path | None = None
     """TOML file of settings, see train."""
     purpose: Annotated[Literal["training", "forward", "generation"], tyro.conf.arg(name="for")] = "training"
-    """What to plan: a training step; a forward pass with the loss, as in an evaluation during training; or the memory
+    """What to plan. A training step; a forward pass with the loss, as in an evaluation during training; or the memory
     of a generation of texts with the bounded cache."""
     prompt: int = 0
-    """Tokens of every prompt of a generation; 0: --context-length."""
+    """Tokens of every prompt; 0: --context-length."""
     new_tokens: int | None = None
     """Tokens to generate. Default: 500."""
     chunk_size: int | None = None
     """Tokens of a prompt to read at a time. Default: 4096."""
     pretrained: Annotated[Path | None, tyro.conf.arg(name="model")] = None
-    """A transformers model instead of a LongNet: a folder with config.json, or that file. No weights are read. Of the
-    other flags, --for, --pattern, --context-length, --batch-size, --precision, --optimizer,
-    --model.gradient-checkpointing and those of the device apply."""
+    """A folder with config.json, or that file; no weights are read. Of the other flags, --for, --pattern,
+    --context-length, --batch-size, --precision, --optimizer, --model.gradient-checkpointing and those of the device
+    apply."""
     pattern: str = ""
-    """Attention pattern of that model, in the syntax of `dilated-attention show`."""
+    """Its attention pattern, in the syntax of `dilated-attention show`."""
     hardware: str = "H100 SXM"
-    """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, for one process,
-    measured in at most two minutes (products, attention, and small steps of the model). Measurements are kept."""
+    """Name of the device, or "here" for this machine. For an unknown name, the error lists the known ones. "here"
+    measures one process in at most two minutes (products, attention, and small steps of the model). Measurements are
+    kept."""
     link: str = ""
-    """Link between the devices; empty: the one that the data sheet names."""
+    """Link between the devices. Default: the one of the data sheet."""
     processes: int = 1
-    """Number of devices, each with one process."""
+    """Devices, each with one process."""
     price_per_hour: float = 0.0
     """Price of one device, in any currency; 0: not known."""
     longest: bool = False
-    """Also find the longest --context-length that fits."""
+    """Find the longest --context-length that fits."""
     fewest: bool = False
-    """Also find the fewest devices on which a mesh fits."""
+    """Find the fewest devices on which a mesh fits."""
     mesh: bool = False
-    """Also show the best meshes for this number of --processes."""
+    """Show the best meshes for this number of --processes."""
     largest: bool = False
-    """Also find the largest model of this shape that fits."""
+    """Find the largest model of this shape that fits."""
     changes: bool = False
-    """Also show the three changes that would help most."""
-    output: Path | None = None
+    """Show the three changes that would help most."""
+    output_file: Path | None = None
     """JSON file to write. Default: none."""
 
     def run_command(self) -> None:
@@ -99,8 +106,8 @@ class PlanCommand(TrainSettings):
         from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training import preflight
 
-        if self.output is not None:
-            check_new_file(self.output, "--output")
+        if self.output_file is not None:
+            check_new_file(self.output_file)
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
@@ -115,7 +122,7 @@ class PlanCommand(TrainSettings):
         for name, value, lines in answers:
             values[name] = value
             console.print("\n".join(lines), soft_wrap=True)
-        if self.output is not None:
+        if self.output_file is not None:
             written = {
                 "hardware": device.sheet.name,
                 "processes": self.processes,
@@ -127,7 +134,7 @@ class PlanCommand(TrainSettings):
                 "longest_context_length": None,
                 **values,
             }
-            write_text(self.output, json.dumps(written, indent=1, default=str) + "\n")
+            write_text(self.output_file, json.dumps(written, indent=1, default=str) + "\n")
 
     def _check_flags(self) -> None:
         if self.processes < 1:

@@ -10,10 +10,11 @@ import tyro
 
 @dataclass(kw_only=True, slots=True)
 class ProfileRun:
-    """Profile training steps of a run with torch.profiler: a trace, and a table of the longest operators.
+    """Profile training steps of a run with torch.profiler.
 
-    The steps are those of a new model with the run's settings, on a batch of its data, in one process. The output
-    folder gets trace.json (for https://ui.perfetto.dev or chrome://tracing) and profile.txt (the table).
+    The steps are those of a new model with the run's settings, on a batch of its data, in one process. Prints the
+    longest operators; the output folder gets that table (profile.txt) and trace.json, for https://ui.perfetto.dev or
+    chrome://tracing.
 
         dilated-attention profile runs/mine
     """
@@ -21,7 +22,7 @@ class ProfileRun:
     run: tyro.conf.Positional[Path]
     """Run folder of `train`, finished or not."""
     steps: int = 3
-    """Number of profiled steps, after one to warm up."""
+    """Profiled steps, after one to warm up."""
     output: Path = Path("runs/profile")
     """Folder to create. It must not exist, or be empty."""
 

@@ -10,16 +10,17 @@ import tyro
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """Compare runs on one HTML page: charts, results, and the settings that differ.
+    """Compare runs on one HTML page: charts, results, and settings.
 
-    Takes runs of `train` and of `extend`, finished or not. The page needs no network access.
+    Takes runs of `train` and of `extend`, finished or not. The page shows the settings that differ, and needs no
+    network access.
 
-        dilated-attention report runs/window runs/longnet --output compared.html
+        dilated-attention report runs/window runs/longnet --output-file compared.html
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders."""
-    output: Path = Path("report.html")
+    output_file: Path = Path("report.html")
     """HTML page to write. It must not exist."""
 
     def run_command(self) -> None:
@@ -34,10 +35,10 @@ class Report:
         from dilated_attention_pytorch.terminal import plain_console
         from dilated_attention_pytorch.training.report import write_report
 
-        runs = write_report(self.runs, self.output)
+        runs = write_report(self.runs, self.output_file)
         console = plain_console()
         for run in runs:
             console.print(
                 f"{run.name}: {run.figures['state']}, {run.figures['steps']} steps", highlight=False, soft_wrap=True
             )
-        console.print(f"written: {self.output}", highlight=False, soft_wrap=True)
+        console.print(f"written: {self.output_file}", highlight=False, soft_wrap=True)

@@ -29,26 +29,38 @@ class Train(TrainSettings):
     """Train a LongNet language model on text.
 
     Without flags: the preset for this machine, on the source files of Python's standard library. The run folder gets
-    config.json, training.json, run.toml, metrics.jsonl, tensorboard/, loss.png, sample.txt, model.safetensors and the
-    last checkpoints. Ctrl-C saves a checkpoint and stops; --resume continues.
+    the model, the settings (run.toml), metrics, charts and checkpoints. Ctrl-C saves a checkpoint and stops; --resume
+    continues.
+
+    A smoke test, in seconds:
+
+        dilated-attention train --preset tiny
+
+    A model of your own text:
+
+        dilated-attention train --data texts/ --steps 2000 --context-length 16384 --output runs/mine
+
+    Stopped by Ctrl-C or a scheduler:
+
+        dilated-attention train --resume runs/mine
     """
 
     preset: str = "auto"
-    """Starting values: cpu (minutes on two cores), gpu (100 million parameters, 32,768 bytes of context),
-    gpu-large (730 million, 65,536 bytes) or tiny (seconds). "auto": gpu if there is a CUDA device, else cpu. Other
-    flags override single values; --help after --preset shows them."""
+    """Starting values: tiny, cpu, gpu or gpu-large; other flags override them. cpu: minutes on two cores. gpu: 100
+    million parameters, 32,768 bytes of context. gpu-large: 730 million, 65,536 bytes. tiny: seconds. --help after
+    --preset shows its values. Default: gpu if there is a CUDA device, else cpu."""
     output: Path = Path("runs/longnet")
     """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None
-    """TOML file of settings by name, with underscores for dashes, those of the model in a table [model]. It overrides
-    the preset, and flags override it. Every run writes its own as run.toml."""
+    """TOML file of settings; flags override it. Settings have the flags' names with underscores for dashes, those of
+    the model in a table [model]. It overrides the preset. Every run writes its own as run.toml."""
     resume: Path | None = None
-    """Continue the stopped run in this folder, with its own settings; with a larger --steps also a finished one.
-    Allowed with it are only --steps, flags that distribute it over processes (--context-parallel, --heads-parallel,
-    --strategy, --layout, --data-parallel, --offload, --offload-folder, --tensor-parallel, --batch-size, --timeout),
-    that handle bad batches (--on-nan, --spike-deviations, --spike-window), --workers and --cache. "auto", with any
-    flags: continue the run that the same command line started in --output, if there is one; for jobs that a scheduler
-    restarts."""
+    """Continue the stopped run in this folder. It keeps its own settings; with a larger --steps it also continues a
+    finished run. Allowed with it are only --steps, flags that distribute it over processes (--context-parallel,
+    --heads-parallel, --strategy, --layout, --data-parallel, --offload, --offload-folder, --tensor-parallel,
+    --batch-size, --timeout), that handle bad batches (--on-nan, --spike-deviations, --spike-window), --workers and
+    --cache. "auto", with any flags: continue the run that the same command line started in --output, if there is one;
+    for jobs that a scheduler restarts."""
     given: tuple[str, ...] = dataclasses.field(default=(), init=False)
     """Names of the settings given on the command line."""
 

@@ -26,26 +26,30 @@ _KEEP_SECONDS = 2.0
 
 @dataclass(kw_only=True, slots=True)
 class Tune:
-    """Benchmark this machine for the selection of segments.
+    """Measure this machine for the selection of segments.
 
     Attention is timed for a dozen shapes with several patterns each, forward and with gradients. Rates are fitted to
     the times and stored in the user's cache folder; from then on DynamicSegmentSelector, DynamicDilatedAttention and
     DynamicMultiheadDilatedAttention predict times from them, on this machine and with this version of PyTorch. The
-    table shows how well predictions rank patterns of shapes that were held out of the fit, next to the formula that
-    needs no measurement: 1 means the measured order. Rates that predict those worse than the formula are not used.
+    table shows how well predictions rank patterns of shapes held out of the fit, next to the formula that needs no
+    measurement: 1 means the measured order. Rates that predict those worse than the formula are not used.
 
-    The output folder gets tune.json (all times, the rates) and report.txt (the table). Running the same command again
-    adds rounds to the stored times, also after it was stopped. Keep the machine otherwise idle.
+    Running the command again adds rounds to the stored times, also after it was stopped. Keep the machine otherwise
+    idle.
 
-    Float32 only, in half a minute: tune --dtypes float32 --seconds 30
+    Float32 only, in half a minute:
 
-    For single-threaded programs: tune --threads 1
+        dilated-attention tune --dtypes float32 --seconds 30
+
+    For programs of one thread:
+
+        dilated-attention tune --threads 1
     """
 
     device: DeviceChoice = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
+    """"auto" takes a CUDA device if there is one."""
     dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
-    """Dtypes to measure. Rates of other dtypes in the stored profile are kept."""
+    """Number formats to measure. Rates of others in the stored profile are kept."""
     seconds: float = 180.0
     """Seconds of measuring, beside the start and the fit. What too few times were taken of is left to the formula."""
     threads: int = 0
@@ -88,7 +92,7 @@ class Tune:
         check_makeable(self.output)
         report = self.output / "report.txt"
         if report.exists() and not record.exists() and not self.dry_run:
-            check_new_file(report)  # without tune.json it is not a report of this command
+            check_new_file(report, "--output")  # without tune.json it is not a report of this command
         timings = tuning.kept_timings(record, cases, hardware)
         make_output(self.output)
         kept = sum(len(timing.samples) for timing in timings)

@@ -288,8 +288,8 @@ def extension_footprint(settings: ExtensionSettings, config: PreTrainedConfig, n
     of a single batch only those count that are larger than that.
     """
     text = config.get_text_config()
-    windows = max(1, settings.batch_tokens // settings.length)
-    tokens = max(windows * settings.length, settings.length)
+    windows = max(1, settings.batch_tokens // settings.context_length)
+    tokens = max(windows * settings.context_length, settings.context_length)
     layers = text.num_hidden_layers
     per_layer = (12 + 2 * _element(settings.precision)) * text.hidden_size
     saved = tokens * (
@@ -349,7 +349,7 @@ def check_extension_memory(
     _check(
         least,
         device,
-        batch="take smaller --batch-tokens or a smaller --length, or add --gradient-checkpointing",
+        batch="take smaller --batch-tokens or a smaller --context-length, or add --gradient-checkpointing",
         model="take a smaller model, or call extend_context and train with your own trainer on several devices",
     )
 

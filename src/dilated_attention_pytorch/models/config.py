@@ -34,46 +34,47 @@ class LongNetConfig:
     vocab_size: int = 256
     """Vocabulary size; 256 for bytes."""
     embed_dim: int
-    """Width E of the residual stream."""
+    """Width E of the model."""
     num_layers: int
     """Number of blocks L."""
     num_heads: int
-    """Query heads H of every block; H divides E and E / H is even."""
+    """Query heads H of every block. H divides E, and E / H is even."""
     num_kv_heads: int | None = None
-    """Key/value heads G, which divides H (grouped-query attention); None = H, and the field then reads H."""
+    """Key/value heads G, which divide H (grouped-query attention). Default: H, which the field then reads."""
     ffn_dim: int | None = None
-    """Inner width of the feed-forward; None = 4 E for "gelu", and 8/3 E rounded up to a multiple of 64 for "swiglu"."""
+    """Inner width of the feed-forward. Default: 4 E for "gelu", and 8/3 E rounded up to a multiple of 64 for
+    "swiglu"."""
     activation: Activation = "swiglu"
-    """"swiglu" (Shazeer 2020, arXiv 2002.05202) or "gelu"."""
+    """Activation of the feed-forward. "swiglu" (Shazeer 2020, arXiv 2002.05202) or "gelu"."""
     segment_lengths: Sequence[int] = ()
-    """Segment lengths w_i of the attention pattern, in positions."""
+    """Segment lengths w_i of the attention pattern."""
     dilation_rates: Sequence[int] = ()
-    """Dilation rates r_i, one for every segment length and none larger than it."""
+    """Dilation rates r_i, one per segment length. None is larger than its segment."""
     offset_rule: OffsetRule = "modulo"
     """How heads choose residues, see :class:`DilatedPattern`."""
     layer_segment_shifts: Sequence[int] = (0,)
-    """Segment shifts in positions, cycled over the layers, so that layers need not share segment boundaries."""
+    """Segment shifts in positions, cycled over the layers. Layers then need not share segment boundaries."""
     layer_patterns: Sequence[str] = ()
-    """Pattern expressions, cycled over the layers, instead of segment lengths and rates; for example
+    """Pattern expressions, cycled over the layers. They stand instead of segment lengths and rates; for example
     "local_window(511)", "local_window(255) + DilatedPattern([1024, 4096], [2, 4])"."""
     dropout: float = 0.0
-    """Dropout probability of the embedding and of block outputs, in training."""
+    """Dropout probability of the embedding and of block outputs."""
     attention_dropout: float = 0.0
-    """Dropout probability of merged attention probabilities, in training."""
+    """Dropout probability of merged attention probabilities."""
     rope_theta: float = 10000.0
     """Base of the rotary position angles (Su et al. 2021, arXiv 2104.09864)."""
     shifted_keys: bool = False
-    """Whether each token's key is that of the previous token (0 for the first of a document): a query that matches a
-    token then finds its successor, so that one layer can copy (Olsson et al. 2022, arXiv 2209.11895, "smeared keys",
-    which mix the two). Adds no weights."""
+    """Take each token's key from the previous token (0 for the first of a document). A query that matches a token then
+    finds its successor, so that one layer can copy (Olsson et al. 2022, arXiv 2209.11895, "smeared keys", which mix the
+    two). Adds no weights."""
     layernorm_eps: float = 1e-5
     """Epsilon of every LayerNorm."""
     tie_embeddings: bool = True
-    """Whether the output matrix is the embedding table."""
+    """Use the embedding table as the output matrix."""
     gradient_checkpointing: bool = False
-    """Recompute blocks in the backward pass instead of storing their activations, in training."""
+    """Recompute blocks in the backward pass: less memory, more time."""
     checkpoint_every: int = 1
-    """With gradient_checkpointing, recompute every n-th block, starting with the first; 1 = all."""
+    """With gradient_checkpointing, recompute every n-th block, starting with the first."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "checkpoint_every"):

@@ -28,11 +28,11 @@ class TileSettings:
     """
 
     tile_size: int | None = None
-    """Pixels of a tile in the units of `coords`, for files that do not record them. Default: from each file (TRIDENT:
-    patch_size_level0). A file that records another size is refused."""
+    """Pixels of a tile in the units of `coords`. A file that records another size is refused. Default: from each file
+    (TRIDENT: patch_size_level0)."""
     tile_spacing: int | None = None
-    """Pixels from one tile to the next where tiles overlap or have gaps. Default: the tile size, less an overlap that
-    the file records. A slide whose tiles stand otherwise is refused, as its tile size is probably wrong."""
+    """Pixels from one tile to the next where tiles overlap or have gaps. A slide whose tiles stand otherwise is
+    refused, as its tile size is probably wrong. Default: the tile size, less an overlap that the file records."""
     encoder: str | None = None
     """Tile encoder of the features. A file that records another one is refused. Default: that of the released
     checkpoint, gigapath or (TITAN) conch_v15."""
@@ -41,14 +41,14 @@ class TileSettings:
     num_heads: int = 16
     """Heads of the encoder, which the weights do not determine: 16 in the released one."""
     prefix: str = ""
-    """Load only weights whose names begin with it: "slide_encoder." for a model fine-tuned by GigaPath's program."""
+    """Load only weights whose names begin with it. "slide_encoder." is for a model fine-tuned by GigaPath's program."""
     device: DeviceChoice = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
+    """"auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch. Cores of each worker under `--engine ray` without GPUs; 0 is all of
     the smallest machine."""
     engine: Engine = "local"
-    """"ray": workers of a Ray cluster share the work, one per GPU or per `--threads` cores. One that dies is
+    """"ray": workers of a Ray cluster share the work. There is one per GPU or per `--threads` cores. One that dies is
     replaced."""
     ray_address: str | None = None
     """Ray cluster of this machine, "auto" or HOST:PORT. Default: one that is started for this command."""
@@ -82,40 +82,41 @@ class EmbedSettings(TileSettings):
     """
 
     format: FileKind = "h5"
-    """"h5": one file per slide with `embedding` [E] and `layers` [L + 1, E]. "parquet": one file of one row per slide
-    with `embedding` and `layer_0` to `layer_L`; the folder reads as one table (pandas.read_parquet)."""
+    """Files of the embeddings. "h5": one file per slide with `embedding` [E] and `layers` [L + 1, E]. "parquet": one
+    file of one row per slide with `embedding` and `layer_0` to `layer_L`; the folder reads as one table
+    (pandas.read_parquet)."""
     like: Like | None = None
-    """Compute and write the vector of another tool, equal to its own on the same weights: "gigapath" (class token, last
-    layer; the README of prov-gigapath), "gigapath-finetune" (class token, layer 11), "trident" (mean of the tiles,
-    layer 11; `features` [E] and `coords`), "patho-bench" (the same in `features` [1, E]). Default: as "gigapath"."""
+    """Write the vector of another tool, equal to its own on the same weights. "gigapath": class token, last layer; the
+    README of prov-gigapath. "gigapath-finetune": class token, layer 11. "trident": mean of the tiles, layer 11;
+    `features` [E] and `coords`. "patho-bench": the same in `features` [1, E]. Default: as "gigapath"."""
     pooling: Pooling | None = None
-    """"class": the class token is the slide embedding. "mean": the mean over the tiles. Default: that of --like."""
+    """Slide embedding. "class": the class token. "mean": the mean over the tiles. Default: that of --like."""
     layer: int | None = None
-    """Layer whose pooled state, behind the final norm, is the embedding: 0 (the tiles before the first layer) to the
+    """Layer of the embedding. Its pooled state behind the final norm, from 0 (the tiles before the first layer) to the
     number of layers. Default: that of --like; without it the last layer, behind its own LayerNorm too."""
     maps: bool = False
-    """Also write how much attention every layer and head pays to each tile (`attention` [L, H, tiles]), and a GeoJSON
-    file for QuPath. `dilated-attention heatmap FILE` draws it."""
+    """Also write the attention of every layer and head to each tile. As `attention` [L, H, tiles], with a GeoJSON file
+    for QuPath. `dilated-attention heatmap FILE` draws it."""
     rollout: bool = False
-    """Also write how much of each tile can reach the embedding through all layers (`rollout` [tiles]; Abnar and
+    """Also write how much of each tile can reach the embedding. Through all layers, as `rollout` [tiles] (Abnar and
     Zuidema 2020). It keeps the queries and keys of all layers in memory."""
     tiles: int | None = None
-    """Also write the state of every tile after this layer (`states` [tiles, E]), 0 to the number of layers."""
+    """Also write the state of every tile after this layer, 0 to the number of layers. As `states` [tiles, E]."""
     patients: Path | None = None
-    """A CSV file with the columns `slide` and `patient`: the slides of a patient, in its order, are embedded as one
+    """CSV file with the columns `slide` and `patient`. The slides of a patient, in its order, are embedded as one
     sequence, and the output folder gets one file per patient."""
     precision: EmbeddingPrecision = "float32"
-    """Dtype of matrix products and attention, under autocast. GigaPath's own programs use float16 on GPUs."""
+    """Number format of matrix products and attention, under autocast. GigaPath's own programs use float16 on GPUs."""
     batch_tiles: int | None = None
     """Most tiles per batch of several slides; fewer if memory is short. A command that is killed loses at most one
     batch. Default: 16,384 on a GPU; on a CPU every slide alone, so that its numbers do not depend on others."""
     memory: float | None = None
-    """Memory limit in gigabytes besides the weights. Default: half of the free memory for a batch, all of it for a
-    single slide. A slide that needs more is skipped."""
+    """Memory limit in gigabytes besides the weights. A slide that needs more is skipped. Default: half of the free
+    memory for a batch, all of it for a single slide."""
     part: str | None = None
-    """Embed one part of the slides alone: 3/16 is the third of 16 parts, which have about equally many tiles. Without
-    it, commands over one output folder share all slides; those that torchrun, srun or a Slurm array started begin with
-    a part each."""
+    """Embed one part of the slides: 3/16 is the third of 16. Parts have about equally many tiles. Without it, commands
+    over one output folder share all slides; those that torchrun, srun or a Slurm array started begin with a part
+    each."""
 
     def __post_init__(self) -> None:
         TileSettings.__post_init__(self)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from dilated_attention_pytorch.errors import RunError
 
+from .run_settings import renamed
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -64,7 +66,7 @@ def with_values(settings: _Settings, values: Mapping[str, Any], path: Path, tabl
     names = [entry.name for entry in dataclasses.fields(settings) if entry.init]
     hints = get_type_hints(type(settings))
     given: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in renamed(values).items():
         if name not in names:
             nearest = difflib.get_close_matches(name, names, 1)
             remedy = f"did you mean {table}{nearest[0]}?" if nearest else "--help lists the settings that there are"

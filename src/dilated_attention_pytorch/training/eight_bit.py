@@ -47,7 +47,7 @@ def make_small(model: nn.Module, weights: Weights) -> None:
     """
     if weights == "stored":
         return
-    import_torchao(f"--weights {weights}")
+    import_torchao(f"--weight-format {weights}")
     for layer in list(_layers(model)):
         layer.weight = nn.Parameter(_small(layer.weight.detach(), weights), requires_grad=False)
 

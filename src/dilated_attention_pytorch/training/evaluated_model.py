@@ -96,9 +96,9 @@ class EvaluatedModel:
         settings, tokenizer = self.run
         settings = replace(settings, text_field=text_field or settings.text_field)
         if data:
-            settings = replace(settings, data=tuple(data), weights=())
+            settings = replace(settings, data=tuple(data), data_weights=())
         corpora = read_data(settings, tokenizer, say).corpora
-        return [corpus.held_out for corpus in corpora], settings.weights or (1.0,)
+        return [corpus.held_out for corpus in corpora], settings.data_weights or (1.0,)
 
 
 def open_model(name: str, device: str) -> EvaluatedModel:
@@ -123,7 +123,7 @@ def open_model(name: str, device: str) -> EvaluatedModel:
         settings = train_settings(record)
         if settings is None:
             values = record["settings"]
-            own_length, data = int(values["length"]), tuple(map(Path, values["data"]))
+            own_length, data = int(values["context_length"]), tuple(map(Path, values["data"]))
             text_field = str(values.get("text_field", "text"))
             check = functools.partial(check_same_model, name, {**record["model"]})
     if settings is not None:

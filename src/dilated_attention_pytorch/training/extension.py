@@ -136,7 +136,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     try:
         settings = settings.complete(own_length, num_kv_heads(config))
     except ValueError as error:
-        raise RunError(f"--{error}") from error
+        raise RunError(f"--{str(error).replace('_', '-', 1)}") from error
     preflight.check_extend_machine(settings, output, device, config)
     inputs = _read(settings, load_tokenizer(what, settings.model, config), console)
     _check_text(inputs, settings)
@@ -167,7 +167,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
         opened.check()
         # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
         if inputs.tokenizer is not None:
-            inputs.tokenizer.model_max_length = settings.length
+            inputs.tokenizer.model_max_length = settings.context_length
             values["tokenizer"] = sums(output, (Path(name).name for name in inputs.tokenizer.save_pretrained(output)))
         opened.write_record("extend", settings, device, **values, model=figures_of(model.config))
         return _train_and_report(run, device)
@@ -241,9 +241,10 @@ def _read_settings(record: dict[str, Any]) -> ExtensionSettings:
 
 def _check_text(inputs: _Inputs, settings: ExtensionSettings) -> None:
     for text, what in ((inputs.training, "to train on"), (inputs.held_out, "held out to measure on")):
-        if len(text) < settings.length:
+        if len(text) < settings.context_length:
             raise RunError(
-                f"--data holds {len(text):,} tokens {what}, fewer than one window of --length {settings.length}; give "
+                f"--data holds {len(text):,} tokens {what}, fewer than one window of "
+                f"--context-length {settings.context_length}; give "
                 "more text"
             )
 
@@ -256,7 +257,7 @@ def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> float:
     """
     try:
         _replace(model, settings)
-        density = pretrained_flops(model).density(settings.length)
+        density = pretrained_flops(model).density(settings.context_length)
         tokens = torch.zeros(1, 16, dtype=torch.int64, device=next(model.parameters()).device)
         model.train()(tokens, labels=tokens).loss.backward()
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
@@ -267,7 +268,7 @@ def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> float:
 def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     from dilated_attention_pytorch.integrations import extend_context
 
-    extend_context(model, settings.length, settings.read_pattern(), rotary=settings.rotary)
+    extend_context(model, settings.context_length, settings.read_pattern(), rotary=settings.rotary)
 
 
 def _announce(run: _Extension, device: str, density: float) -> None:
@@ -279,7 +280,7 @@ def _announce(run: _Extension, device: str, density: float) -> None:
     run.opened.say(
         f"text: {text}, read as {tokens}{describe_skipped(inputs.corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
-        f"change: {settings.length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
+        f"change: {settings.context_length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
         f"{density:.1%} of the pairs of dense attention",
         f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
         f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
@@ -288,7 +289,7 @@ def _announce(run: _Extension, device: str, density: float) -> None:
 
 
 def _held_out_windows(text: Text, settings: ExtensionSettings) -> list[Tensor]:
-    windows = EvaluationWindows(text, settings.length, settings.final_eval_windows)
+    windows = EvaluationWindows(text, settings.context_length, settings.final_eval_windows)
     return [windows[index]["input_ids"] for index in range(len(windows))]
 
 
@@ -299,7 +300,7 @@ def _measure(run: _Extension, state: str) -> dict[str, Any]:
     held_out = _held_out_windows(run.inputs.held_out, run.settings)
     start = time.perf_counter()
     curves = {}
-    for context in (run.own_length, run.settings.length):
+    for context in (run.own_length, run.settings.context_length):
         doing = f"{state}, reading {context:,} tokens"
         bits = bits_of_tokens(run.model, held_out, context, run.settings.precision, run.opened.console, doing)
         curves[context] = torch.stack(bits).mean(dim=0) / run.bytes_per_token
@@ -314,7 +315,7 @@ def _measure(run: _Extension, state: str) -> dict[str, Any]:
     run.opened.say(f"{state}: {words} (held-out bits per byte)")
     return {
         "bits_per_byte": {str(context): curve.mean().item() for context, curve in curves.items()},
-        "by_position": [round(value, 5) for value in curves[run.settings.length].tolist()],
+        "by_position": [round(value, 5) for value in curves[run.settings.context_length].tolist()],
         "windows": len(held_out),
         "seconds": seconds,
     }
@@ -340,7 +341,7 @@ def _train_and_report(run: _Extension, device: str) -> ExtensionOutcome:
     training = StagedBatches(
         run.inputs.training, stages, batches_per_step=settings.gradient_accumulation, seed=settings.seed
     )
-    evaluation = EvaluationWindows(run.inputs.held_out, settings.length, settings.eval_windows)
+    evaluation = EvaluationWindows(run.inputs.held_out, settings.context_length, settings.eval_windows)
     if settings.gradient_checkpointing:
         # transformers 5.23 gave it this name; before it was the other.
         name = "activation_checkpointing_enable"
@@ -371,7 +372,7 @@ def _train_and_report(run: _Extension, device: str) -> ExtensionOutcome:
         if done == settings.steps:
             with trainer.checkpoints.writing("the trained model"):
                 _finish(run)
-            bits = opened.record["measured"][STATES[-1]]["bits_per_byte"][str(settings.length)]
+            bits = opened.record["measured"][STATES[-1]]["bits_per_byte"][str(settings.context_length)]
             trackers.log(done, {"final_bits_per_byte": bits})
     return ExtensionOutcome.of_record(opened.folder, opened.record, done, stopped_by)
 

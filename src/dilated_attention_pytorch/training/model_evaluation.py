@@ -49,25 +49,25 @@ class EvalSettings:
     """
 
     data: tuple[Path, ...] = ()
-    """As for `train`: text files, folders, records, from whose held-out part windows are taken. Default: the run's
-    training data, or the source files of the running Python's standard library."""
+    """Files or folders of text, as for `train`. Windows are taken from their held-out part. Default: the run's training
+    data, or the source files of the running Python's standard library."""
     text_field: str = ""
-    """Field or column of records that holds the text. Empty: the run's own, or "text"."""
-    lengths: tuple[int, ...] = ()
-    """Context lengths in tokens, each evaluated on the same text. Empty: 1024, 2048, ... (or from a quarter of
-    the model's own length if that is less) up to twice its own length."""
+    """Field or column of records that holds the text. Default: the run's own, or "text"."""
+    context_lengths: tuple[int, ...] = ()
+    """Context lengths in tokens, each measured on the same text. Default: 1024, 2048, ... (or from a quarter of the
+    model's own length if that is less) up to twice its own length."""
     windows: int = 8
     """Held-out windows of the largest length."""
     recall_texts: int = 8
-    """Texts per length and recall task; 0 disables recall tasks."""
+    """Texts per length and recall task; 0 leaves the recall tasks out."""
     precision: Precision = "auto"
-    """Precision, as in training."""
+    """Number format of the computation, as in training."""
     device: DeviceChoice = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
+    """"auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
-    weights: Weights = "stored"
-    """"int8" or "float8": store the layers' matrices in 8 bits (torchao). "stored": as in the file."""
+    weight_format: Weights = "stored"
+    """How the layers' matrices are stored. "int8" or "float8": in 8 bits (torchao). "stored": as in the file."""
     seed: int = 0
     """Seed of the strings, words and positions of the recall tasks."""
 
@@ -76,11 +76,17 @@ class EvalSettings:
             check_number(self, name, least=least)
         check_number(self, "seed", most=LARGEST_SEED)
         check_number(self, "recall_texts", most=_MOST_RECALL_TEXTS)
-        check_choice(self, "weights", get_args(Weights))
-        if any(length > LONGEST_TEXT for length in self.lengths):
-            raise ValueError(f"lengths must be at most {LONGEST_TEXT:,} tokens, got {max(self.lengths)}")
-        if any(length < 16 for length in self.lengths) or len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(f"lengths must be different numbers of at least 16 tokens, got {list(self.lengths)}")
+        check_choice(self, "weight_format", get_args(Weights))
+        if any(length > LONGEST_TEXT for length in self.context_lengths):
+            raise ValueError(
+                f"context_lengths must be at most {LONGEST_TEXT:,} tokens, got {max(self.context_lengths)}"
+            )
+        if any(length < 16 for length in self.context_lengths) or len(set(self.context_lengths)) < len(
+            self.context_lengths
+        ):
+            raise ValueError(
+                f"context_lengths must be different numbers of at least 16 tokens, got {list(self.context_lengths)}"
+            )
 
 
 def evaluate_model(model: str, settings: EvalSettings, output: Path | None, console: Console) -> Path:
@@ -103,19 +109,19 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     file = output or (Path(model) / RESULT_NAME if Path(model).is_dir() else Path(RESULT_NAME))
     picture = file.with_suffix(".png")
     if picture == file:
-        raise RunError(f"--output {file}: the figures are JSON, for example {file.with_suffix('.json')}")
+        raise RunError(f"--output-file {file}: the figures are JSON, for example {file.with_suffix('.json')}")
     for path in (file, picture):
-        check_new_file(path)
+        check_new_file(path, "--output-file")
     device = choose_device(settings.device)
     preflight.check_no_float8(settings.precision, "eval")
     precision = preflight.choose_precision(settings.precision, device)
     set_threads(settings.threads)
-    if settings.weights != "stored":
-        import_torchao(f"--weights {settings.weights}")
+    if settings.weight_format != "stored":
+        import_torchao(f"--weight-format {settings.weight_format}")
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     opened = open_model(model, device)
-    make_small(opened.model, settings.weights)
-    lengths = sorted(settings.lengths) or _lengths_up_to(2 * opened.own_length)
+    make_small(opened.model, settings.weight_format)
+    lengths = sorted(settings.context_lengths) or _lengths_up_to(2 * opened.own_length)
     for name, reason in opened.rejected.items():
         say(f"{name} is skipped, {opened.weights} is used instead: {reason}")
     held_out = _held_out(opened, settings, max(lengths), say)
@@ -127,7 +133,7 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
         "own_length": opened.own_length,
         "packing": "documents" if opened.reads_documents else "windows",
         "precision": precision,
-        "weights_as": settings.weights,
+        "weights_as": settings.weight_format,
         "weight_bytes": weight_bytes(opened.model),
         **result,
         "machine": machine(),
@@ -159,8 +165,8 @@ def _held_out(opened: EvaluatedModel, settings: EvalSettings, length: int, say: 
     least = min(map(len, texts))
     if least < length:
         raise RunError(
-            f"--data holds out {least:,} tokens, fewer than one window of --lengths {length}; give more "
-            f"text, or --lengths of at most {least}"
+            f"--data holds out {least:,} tokens, fewer than one window of --context-lengths {length}; give more "
+            f"text, or --context-lengths of at most {least}"
         )
     held_out = _HeldOut([], [])
     for text, weight in zip(texts, weights, strict=True):
@@ -187,7 +193,7 @@ def _check_length(model: str, opened: EvaluatedModel, window: Tensor, precision:
         # A learned position table is too short; token ids were checked before.
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
-            f"{model} cannot read {len(window):,} tokens ({reason}); give --lengths up to {opened.own_length}"
+            f"{model} cannot read {len(window):,} tokens ({reason}); give --context-lengths up to {opened.own_length}"
         ) from error
 
 

@@ -15,6 +15,7 @@ from dilated_attention_pytorch.output import check_writable
 from .checkpoint import SETTINGS_NAME, WEIGHTS_NAME
 from .data.corpus import CORPUS_KEYS
 from .manifest import opened, read_sealed
+from .run_settings import renamed
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def recorded(folder: Path, what: str, remedy: str) -> Iterator[dict[str, Any]]:
         raise RunError(f"{what}: {folder} is not a run folder; {remedy}")
     record = read_sealed(folder / SETTINGS_NAME, what=what, remedy=remedy)
     try:
+        record["settings"] = renamed(record["settings"])
         yield record
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{what}: {folder / SETTINGS_NAME} describes no run ({error}); {remedy}") from error
@@ -191,7 +193,7 @@ class ExtensionOutcome(_Ended):
             run=run,
             step=step,
             own_length=record["own_length"],
-            length=record["settings"]["length"],
+            length=record["settings"]["context_length"],
             stopped_by=stopped_by,
             bits_per_byte={
                 state: {int(context): bits for context, bits in entry["bits_per_byte"].items()}

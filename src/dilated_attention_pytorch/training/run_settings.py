@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -23,6 +23,8 @@ LARGEST_PORT = 2**16 - 1
 LARGEST_RATE = 1e36  # representable in float32, also after optimizers multiply it
 LONGEST_TEXT = 2**31  # positions of a pattern
 MOST_WORKERS = 1024
+_RENAMED = {"length": "context_length", "weights": "data_weights"}
+"""Settings that files of earlier versions have under another name."""
 _MOST_WINDOWS = 2**48  # window counts stay within 64 bits on any number of processes
 
 
@@ -35,7 +37,7 @@ class RunSettings:
     """
 
     data: tuple[Path, ...] = ()
-    """Training and evaluation text: text files, folders that are searched for text files, and record files (JSONL,
+    """Files or folders of training text. Text files, folders that are searched for text files, and record files (JSONL,
     Parquet, folders saved by save_to_disk of datasets). Default: the source files of the running Python's standard
     library (about 31 MB)."""
     text_field: str = "text"
@@ -46,60 +48,61 @@ class RunSettings:
     """Steps that the stages divide; the last stage lasts to the end of the run. 0: all steps. A run that is trained
     longer keeps those that it began with."""
     gradient_accumulation: int = 1
-    """Batches whose gradients are summed before an optimizer step."""
+    """Batches whose gradients are summed before a step."""
     learning_rate: float
     """Peak learning rate of AdamW."""
     weight_decay: float
     """Decoupled weight decay of matrices; none for the embedding, biases and norms."""
     max_grad_norm: float = 1.0
-    """Maximum gradient norm; larger gradients are scaled down to it."""
+    """Largest gradient norm; larger gradients are scaled down to it."""
     warmup_fraction: float = 0.03
     """Fraction of the steps over which learning rates rise from 0."""
     schedule: Schedule = "linear"
-    """Decay of the learning rates to 0 after the warm-up: over all steps ("linear", "cosine"), over the last
-    ones ("wsd": warm-up, stable, decay), or never ("constant")."""
+    """Decay of the learning rates after the warm-up. To 0 over all steps ("linear", "cosine"), over the last ones
+    ("wsd": warm-up, stable, decay), or never ("constant")."""
     decay_fraction: float = 0.2
-    """Fraction of the steps over which "wsd" decays, linearly."""
+    """Fraction of the steps over which schedule "wsd" decays, linearly."""
     precision: Precision = "auto"
-    """"bfloat16": matrix products and attention in bfloat16 (autocast), weights and optimizer in float32. "float16":
-    the same in float16 with loss scaling; batches whose gradients overflow are repeated with a lower scale.
-    "float8": bfloat16, with large linear layers in float8 (torchao), on GPUs that support it.
-    "tf32": float32, with products in TF32 on CUDA GPUs from compute capability 8.0. "auto":
-    bfloat16 with hardware support, else float32; the run records which."""
+    """Number format of the computation. "bfloat16": matrix products and attention in bfloat16 (autocast), weights and
+    optimizer in float32. "float16": the same in float16 with loss scaling; batches whose gradients overflow are
+    repeated with a lower scale. "float8": bfloat16, with large linear layers in float8 (torchao), on GPUs that support
+    it. "tf32": float32, with products in TF32 on CUDA GPUs from compute capability 8.0. "auto": bfloat16 with hardware
+    support, else float32; the run records which."""
     device: DeviceChoice = "auto"
-    """Device; "auto" takes a CUDA device if there is one."""
+    """"auto" takes a CUDA device if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves the number to PyTorch."""
     seed: int = 0
-    """Seed of the initial weights, the order of the data and dropout."""
+    """Seed of the weights, the order of the data and dropout."""
     log_steps: int = 5
     """Steps between entries of the training loss."""
     track: tuple[TrackerName, ...] = ("tensorboard",)
-    """Trackers besides metrics.jsonl: "tensorboard" (files in the run folder), "wandb" (Weights & Biases;
-    with WANDB_MODE=offline files in the run folder), "mlflow" (at MLFLOW_TRACKING_URI, else a database in the run
-    folder) and "prometheus" (metrics.prom in the run folder)."""
+    """Trackers besides metrics.jsonl. "tensorboard": files in the run folder. "wandb": Weights & Biases; with
+    WANDB_MODE=offline files in the run folder. "mlflow": at MLFLOW_TRACKING_URI, else a database in the run folder.
+    "prometheus": metrics.prom in the run folder."""
     prometheus_port: int = 0
-    """Port on which Prometheus can scrape the latest figures, besides metrics.prom; 0: none."""
+    """Port on which Prometheus reads the latest figures; 0: none."""
     eval_steps: int
     """Steps between evaluations on held-out text."""
     eval_windows: int
-    """Held-out windows of these evaluations."""
+    """Held-out windows of the evaluations during training."""
     final_eval_windows: int
-    """Maximum number of held-out windows in the final evaluation."""
+    """Most held-out windows of the final evaluation."""
     save_steps: int
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
-    """Number of checkpoints to keep. Resumption uses the newest intact one."""
+    """Checkpoints to keep. A run is resumed from the newest intact one."""
     async_checkpoints: bool = True
-    """Copy a checkpoint in memory and write it during the next steps; otherwise training waits for it."""
+    """Write a checkpoint while training goes on, from a copy in memory. With --no-async-checkpoints, training waits
+    until it is written."""
     on_nan: OnNan = "stop"
-    """When a loss or gradient is NaN or infinite: "stop" ends the run; "skip" goes back to the newest checkpoint and
-    continues without the batch that caused it. Two in a row end the run."""
+    """What follows a loss or gradient that is NaN or infinite. "stop" ends the run; "skip" goes back to the newest
+    checkpoint and continues without the batch that caused it. Two in a row end the run."""
     spike_deviations: float = 0.0
-    """A loss this many median absolute deviations above the median of recent losses is a spike, whose batch is
-    skipped as with on_nan "skip"; 0 disables it."""
+    """Skip the batch of a loss this many deviations above recent ones; 0: never. They are median absolute deviations
+    above the median of recent losses, and the batch is skipped as with on_nan "skip"."""
     spike_window: int = 64
-    """Number of recent losses for the comparison."""
+    """Recent losses that a spike is compared with."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -154,6 +157,11 @@ class RunSettings:
         """The fields by name, as JSON-serialisable values."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {**values, "data": [str(path.absolute()) for path in self.data], "track": list(self.track)}
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` of settings from a file, with today's names for those of earlier versions."""
+    return {_RENAMED.get(name, name): value for name, value in values.items()}
 
 
 def check_windows(number: int) -> None:

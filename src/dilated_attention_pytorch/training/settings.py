@@ -20,6 +20,7 @@ from .run_settings import (
     check_number,
     check_text,
     check_windows,
+    renamed,
 )
 from .stages import StageSettings
 
@@ -47,39 +48,39 @@ class TrainSettings(RunSettings):
     model.safetensors). On the command line its sizes and its tokenizer are the defaults. The pattern may be another
     one; the optimizer and the schedule begin anew. Default: random weights."""
     tokenizer: Path | None = None
-    """tokenizer.json of a byte-level tokenizer, or a folder that contains one, as `dilated-attention tokenizer`
-    writes. On the command line --model.vocab-size is its number of tokens. Default: one token per byte."""
+    """Byte-level tokenizer: tokenizer.json, or a folder with it. `dilated-attention tokenizer` writes one. On the
+    command line --model.vocab-size is its number of tokens. Default: one token per byte."""
     cache: Path | None = None
-    """Folder for cached tokens: computed once per files and tokenizer, and memory-mapped.
-    Default: with a tokenizer, the user's cache folder; bytes are read into memory."""
-    weights: tuple[float, ...] = ()
-    """One weight per source in data: proportions of the batches. Default: all sources form one text, in
-    which every byte is equally likely."""
+    """Folder for cached tokens. They are computed once per files and tokenizer, and memory-mapped. Default: with a
+    tokenizer, the user's cache folder; bytes are read into memory."""
+    data_weights: tuple[float, ...] = ()
+    """Proportions of the sources of --data in the batches. One number per source. Default: all sources form one text,
+    in which every byte is equally likely."""
     packing: Packing = "windows"
-    """"windows": context_length consecutive tokens from anywhere in the text, across documents. "documents": rows of
-    whole documents that do not attend to each other; positions restart in each, and every document is read once per
-    epoch."""
+    """How rows are cut from the text. "windows": context_length consecutive tokens from anywhere in the text, across
+    documents. "documents": rows of whole documents that do not attend to each other; positions restart in each, and
+    every document is read once per epoch."""
     max_tokens: int = 0
-    """With packing "documents": batches of documents of similar length with at most this many tokens, instead of
-    batch_size rows. 0: rows."""
+    """With packing "documents": most tokens of a batch; 0: rows are counted. Batches are then of documents of similar
+    length instead of batch_size rows."""
     max_batch_size: int = 0
-    """With max_tokens: maximum documents per batch; 0 = unlimited."""
+    """With max_tokens: most documents per batch; 0: no limit."""
     workers: int = 0
     """Processes that load batches ahead; 0: the training process loads them. The batches do not depend on it."""
     model: LongNetConfig
     """Sizes and pattern of the model."""
     context_length: int = 8192
-    """Context length in tokens (bytes without a tokenizer)."""
+    """Tokens that the model reads at once. They are bytes without a tokenizer."""
     batch_size: int = 1
-    """Windows of context_length tokens per batch and device, or per group of devices that share a sequence."""
+    """Windows of context_length tokens per batch and device. Per group of devices where they share a sequence."""
     stages: StageSettings = field(default_factory=StageSettings)
     """Stages with growing windows, each with its fraction of the steps, pattern and learning rate."""
     file_start_fraction: float = 0.0
-    """Fraction of the training windows that start at the beginning of a file; the others start anywhere."""
+    """Fraction of the training windows that start at the beginning of a file. The others start anywhere."""
     optimizer: Optimizer = "muon"
-    """"muon": torch.optim.Muon for the matrices inside the blocks, AdamW for everything else. "adamw": AdamW only.
-    "adamw-bf16": its moments in bfloat16, 4 bytes per weight instead of 8. "adamw-8bit": in 8 bits (bitsandbytes), 2
-    bytes."""
+    """Optimizer. "muon": torch.optim.Muon for the matrices inside the blocks, AdamW for everything else. "adamw": AdamW
+    only. "adamw-bf16": its moments in bfloat16, 4 bytes per weight instead of 8. "adamw-8bit": in 8 bits
+    (bitsandbytes), 2 bytes."""
     learning_rate: float = 3e-3
     """Peak learning rate of AdamW."""
     muon_learning_rate: float = 2e-2
@@ -93,50 +94,51 @@ class TrainSettings(RunSettings):
     adam_beta2: float = 0.95
     """Decay of AdamW's second moment."""
     parallel: Parallel = "manual"
-    """"auto": choose data_parallel and context_parallel by available memory, and print the reason. "manual": as set."""
+    """"auto" chooses data_parallel and context_parallel. It does so by the available memory, and prints the reason.
+    "manual": as set."""
     context_parallel: int = 1
-    """Processes that share each sequence, with the rows split between them; start them with torchrun. Times
-    tensor_parallel it must divide the number of processes; the remaining factor is data parallel."""
+    """Processes that share each sequence, started with torchrun. The rows are split between them. Times tensor_parallel
+    it must divide the number of processes; the remaining factor is data parallel."""
     heads_parallel: int = 1
-    """Number of the processes of a sequence that split heads instead of rows (e.g. within a node)."""
+    """Processes of a sequence that split heads instead of rows, for example within a node."""
     strategy: Strategy = "auto"
-    """Communication of keys and values: "ring" (point to point), "gather" (one collective)
-    or "heads" (all-to-all from rows to heads). "auto": the fastest according to plan_parallel."""
+    """How keys and values are sent between the processes of a sequence. "ring" (point to point), "gather" (one
+    collective) or "heads" (all-to-all from rows to heads). "auto": the fastest according to plan_parallel."""
     layout: Layout = "auto"
-    """Rows per process: "contiguous", or "zigzag" (one chunk from the front and one from the back, which
-    balances causal attention). "auto": the better balanced one."""
+    """Rows of each process. "contiguous", or "zigzag" (one chunk from the front and one from the back, which balances
+    causal attention). "auto": the better balanced one."""
     data_parallel: DataParallel = "ddp"
-    """"ddp": replicated weights. "fsdp": weights, gradients and optimizer state are sharded over the processes
-    (torch's fully_shard). With DeepSpeed: "zero1" shards the optimizer state, "zero2" also gradients, "zero3" also
-    weights."""
+    """How data-parallel processes hold the weights. "ddp": replicated. "fsdp": weights, gradients and optimizer state
+    are sharded over the processes (torch's fully_shard). With DeepSpeed: "zero1" shards the optimizer state, "zero2"
+    also gradients, "zero3" also weights."""
     offload: Offload = "none"
-    """With zero1, zero2 and zero3: "optimizer" keeps the optimizer state in host memory, "parameters"
-    (zero3) also the weights. "nvme" (zero3) keeps both in files under offload_folder."""
+    """What zero1, zero2 and zero3 keep in host memory. "optimizer": the optimizer state. "parameters" (zero3): also the
+    weights. "nvme" (zero3) keeps both in files under offload_folder."""
     offload_folder: Path | None = None
     """With offload "nvme": a folder on a disk of this machine. Every process keeps its files in a folder of its own
     there, and deletes it at the end."""
     tensor_parallel: int = 1
-    """Processes that split every layer's heads, feed-forward and the vocabulary."""
+    """Processes that split heads, feed-forward and vocabulary of every layer."""
     timeout: int = 600
-    """Seconds that a process waits for another one. Then the run ends and names the rank that was killed, was
-    stopped or does not take part. Work of one process while the others wait, such as writing a checkpoint or encoding
-    a large text for the first time, must take less."""
+    """Seconds that a process waits for another one. Then the run ends and names the rank that was killed, was stopped
+    or does not take part. Work of one process while the others wait, such as writing a checkpoint or encoding a large
+    text for the first time, must take less."""
     compile: bool = False
-    """Compile the model with torch.compile: minutes at the start, then faster steps on a GPU."""
+    """Compile the model with torch.compile. That takes minutes at the start; then steps are faster on a GPU."""
     eval_windows: int = 12
-    """Held-out windows of evaluations during training; the final one uses final_eval_windows."""
+    """Held-out windows of the evaluations during training."""
     final_eval_windows: int = 256
-    """Maximum number of held-out windows in the final evaluation; xz is measured on the same bytes."""
+    """Most held-out windows of the final evaluation; xz is measured on the same bytes."""
     quarter_files: int = 48
-    """Maximum number of held-out files, each at least context_length long, for the evaluation by quarter."""
+    """Most held-out files for the evaluation by quarter of the context. Each is at least context_length long."""
     eval_steps: int = 100
     save_steps: int = 200
     sample_prompt: str = ""
-    """Prompt of the text in sample.txt; empty: the beginning of a held-out file, or of a Python function."""
+    """Prompt of the text in sample.txt. Default: the beginning of a held-out file, or of a Python function."""
     sample_length: int = 600
-    """Tokens of text to sample at the end."""
+    """Tokens of that text."""
     sample_temperature: float = 0.7
-    """Temperature of that sample."""
+    """Temperature of that text."""
 
     def __post_init__(self) -> None:
         RunSettings.__post_init__(self)
@@ -198,15 +200,15 @@ class TrainSettings(RunSettings):
             path = getattr(self, name)
             setattr(self, name, None if path is None else Path(path))
             check_text(self, name)
-        self.weights = tuple(self.weights)
-        if self.weights and len(self.weights) != len(self.data):
+        self.data_weights = tuple(self.data_weights)
+        if self.data_weights and len(self.data_weights) != len(self.data):
             raise ValueError(
-                f"weights must be one for each of data, got {len(self.weights)} for {len(self.data)}; leave them out "
-                "to take all as one text"
+                f"data_weights must be one for each of data, got {len(self.data_weights)} for {len(self.data)}; leave "
+                "them out to take all as one text"
             )
-        for weight in self.weights:
+        for weight in self.data_weights:
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-                raise ValueError(f"weights must be finite numbers above 0, got {weight!r}")
+                raise ValueError(f"data_weights must be finite numbers above 0, got {weight!r}")
         if self.max_tokens and self.packing != "documents":
             raise ValueError(
                 'max_tokens counts the tokens of whole documents: add packing "documents", or leave it out'
@@ -276,7 +278,7 @@ class TrainSettings(RunSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
-        values = {**RunSettings.to_dict(self), "weights": list(self.weights)}
+        values = {**RunSettings.to_dict(self), "data_weights": list(self.data_weights)}
         for name in ("init_from", "tokenizer", "cache", "offload_folder"):
             path = values[name]
             values[name] = None if path is None else str(path.absolute())
@@ -289,6 +291,7 @@ class TrainSettings(RunSettings):
         Raises:
             KeyError, TypeError, ValueError: an unknown key, a missing model, or a value out of range.
         """
+        values = renamed(values)
         read = {"model": LongNetConfig.from_dict(values["model"]), "data": tuple(values["data"])}
         if values.get("parallel") == "told":  # as earlier versions recorded it
             read["parallel"] = "manual"
@@ -304,15 +307,15 @@ class SampleSettings:
     """
 
     max_new_tokens: int = 500
-    """Maximum number of tokens to generate; fewer if the text ends."""
+    """Most tokens to generate; fewer if the text ends."""
     temperature: float = 0.7
     """Divisor of the logits; 0 is greedy."""
     top_k: int | None = None
     """Sample from the k most likely tokens."""
     top_p: float | None = None
-    """Sample from the smallest set of most likely tokens with this total probability."""
+    """Sample from the smallest set of most likely tokens of this total probability."""
     seed: int | None = None
-    """Seed of the sampling; without it, every call samples differently."""
+    """Seed of the sampling. Default: every call samples differently."""
 
     def __post_init__(self) -> None:
         check_number(self, "max_new_tokens", least=1, most=LONGEST_TEXT)

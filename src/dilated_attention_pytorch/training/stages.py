@@ -24,17 +24,17 @@ class StageSettings:
     """
 
     lengths: tuple[int, ...] = ()
-    """Window length of each stage, increasing to context_length. A batch has about the same number of tokens in every
+    """Window length of each stage, rising to context_length. A batch has about the same number of tokens in every
     stage, in whole windows."""
     fractions: tuple[float, ...] = ()
-    """Fraction of the optimizer steps per stage; they add up to 1. Default: equal fractions."""
+    """Fraction of the steps of each stage, 1 in all. Default: equal fractions."""
     windows: tuple[int, ...] = ()
-    """Windows that replace one of context_length, per stage. Default: as many as have its tokens."""
+    """Windows of each stage that replace one of context_length. Default: as many as have its tokens."""
     learning_rates: tuple[float, ...] = ()
-    """Factor of the learning rates per stage. Default: 1."""
+    """Factor of the learning rates in each stage. Default: 1."""
     patterns: tuple[str, ...] = ()
-    """Segment lengths and rates per stage, in Python syntax: "DilatedPattern([256, 1024], [1, 4])". Default: the
-    model's, which evaluations always use."""
+    """Segment lengths and rates of each stage, in Python syntax. For example "DilatedPattern([256, 1024], [1, 4])".
+    Default: the model's, which evaluations always use."""
 
     def __post_init__(self) -> None:
         for name in ("lengths", "fractions", "windows", "learning_rates", "patterns"):

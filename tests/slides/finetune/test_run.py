@@ -397,10 +397,10 @@ def test_maps_of_the_test_part_are_drawn(cohort: Cohort, tmp_path: Path, monkeyp
     torch.testing.assert_close(contribution[1], (gradient * features).sum(-1).detach(), rtol=0, atol=1e-5)
     picture = tmp_path / "map.png"
     file = str(folder / "maps" / f"{tested[0]}.h5")
-    main(["heatmap", file, "--contribution", "1", "--output", str(picture)])
+    main(["heatmap", file, "--contribution", "1", "--output-file", str(picture)])
     assert picture.stat().st_size > 1000
     with pytest.raises(SystemExit):
-        main(["heatmap", file, "--contribution", "2", "--output", str(tmp_path / "other.png")])
+        main(["heatmap", file, "--contribution", "2", "--output-file", str(tmp_path / "other.png")])
     before = (folder / "maps" / f"{tested[0]}.h5").stat().st_mtime_ns
     monkeypatch.setattr(run, "FinetuneTrainer", None)
     cohort.tuner(tmp_path / "out", **changes).run()

@@ -40,7 +40,7 @@ from training.runs import (
 )
 from training.test_spreading import go_on_over
 
-MIXED = {"weights": (0.7, 0.3), "packing": "documents", "max_tokens": 300, "max_batch_size": 6, "batch_size": 1}
+MIXED = {"data_weights": (0.7, 0.3), "packing": "documents", "max_tokens": 300, "max_batch_size": 6, "batch_size": 1}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_eval_reads_the_records_and_the_tokens_of_the_run(world: Path, tmp_path:
     )
     settings = dataclasses.replace(settings, data=(tmp_path / "b.jsonl",))
     run = train(settings, tmp_path / "run", quiet()).run
-    asked = EvalSettings(lengths=(33,), windows=3, recall_texts=0, precision="float32", device="cpu")
+    asked = EvalSettings(context_lengths=(33,), windows=3, recall_texts=0, precision="float32", device="cpu")
     result = json.loads(evaluate_model(str(run), asked, tmp_path / "eval.json", quiet()).read_text())
     model, tokenizer = load_model(run).eval(), read_tokenizer(settings)
     (corpus,) = read_data(settings, tokenizer, None).corpora
@@ -123,7 +123,7 @@ def test_eval_measures_a_mixture_on_what_the_run_held_out(world: Path, tmp_path:
         lines = [f"{name} {number}: line\n" for number in range(4000)]
         (tmp_path / f"{name}.txt").write_text("".join(lines))
     paths = (tmp_path / "a.txt", tmp_path / "b.txt")
-    settings = dataclasses.replace(tiny_settings(world, steps=1), data=paths, weights=(0.7, 0.3))
+    settings = dataclasses.replace(tiny_settings(world, steps=1), data=paths, data_weights=(0.7, 0.3))
     run = train(settings, tmp_path / "run", quiet()).run
     texts, weights = open_model(str(run), "cpu").held_out((), "", print)
     assert weights == (0.7, 0.3)
@@ -147,7 +147,7 @@ def test_eval_of_a_run_over_documents_reads_each_alone_as_training_does(
     settings = over_tokens(tiny_settings(world, steps=2, precision="float32"), world, **changes)
     outcome = train(settings, tmp_path / "run", quiet())
     asked = EvalSettings(
-        lengths=(33, settings.context_length),
+        context_lengths=(33, settings.context_length),
         windows=settings.final_eval_windows,
         recall_texts=0,
         precision="float32",
@@ -180,7 +180,7 @@ def test_a_tokenizer_of_a_mixture_is_trained_on_what_each_source_does_not_hold_o
         text = "".join(f"{name}{number * number} line\n" for number in range(count)).encode()
         (tmp_path / f"{name}.txt").write_bytes(text)
         texts.append(text[: len(text) - len(text) // 20])
-    words = ["tokenizer", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--vocab-size", "400", "--output"]
+    words = ["tokenizer", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--vocab-size", "400", "--output-file"]
     for flags, name in (["--mixture"], "mixture.json"), ([], "joined.json"):
         main([*words, str(tmp_path / name), *flags])
     expected = train_tokenizer(texts, 400).text
@@ -249,7 +249,7 @@ def test_one_process_and_then_four_read_what_one_reads(world: Path, tmp_path: Pa
     settings = over_tokens(
         small_settings(world, steps=6, save_steps=3, batch_size=1, gradient_accumulation=4, eval_steps=6),
         world,
-        weights=(0.6, 0.4),
+        data_weights=(0.6, 0.4),
         packing="documents",
     )
     with pytest.MonkeyPatch.context() as patch:

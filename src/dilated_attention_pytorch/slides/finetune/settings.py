@@ -29,52 +29,52 @@ class FinetuneSettings(TileSettings):
     """
 
     task: Task | None = None
-    """"classification", "multilabel" (label columns of 0 and 1), "regression" or "survival". Default: classification;
-    multilabel for several label columns."""
+    """Kind of the labels. "classification", "multilabel" (label columns of 0 and 1), "regression" or "survival".
+    Default: classification; multilabel for several label columns."""
     label_column: tuple[str, ...] = ("label",)
     """Columns of the labels."""
     slide_column: str = "slide"
     """Column of the slides: names of feature files without their endings."""
     patient_column: str = "patient"
-    """Column of the patients, if there is one: all slides of a patient are on one side of a split."""
+    """Column of the patients, if there is one. All slides of a patient are on one side of a split."""
     time_column: str = "time"
     """Column of the time to the event or to the end of observation (survival)."""
     event_column: str = "event"
     """Column of the event: 1 if it happened, 0 if not until then (survival)."""
     split_column: str = "split"
-    """Column with train, validation or test for each slide, if there is one; it replaces --folds, --validation and
+    """Column with train, validation or test for each slide, if there is one. It replaces --folds, --validation and
     --test."""
     by_patient: bool = False
-    """All slides of a patient are one case: one sequence of tiles, one label."""
+    """All slides of a patient are one case: one sequence, one label."""
     folds: int = 1
-    """1: one split, of which --test is held out. k: k-fold cross-validation over patients."""
+    """Folds of a cross-validation over patients; 1: one split. Of one split, --test is held out."""
     validation: float = 0.1
     """Fraction of the patients on which the epoch is chosen; 0: the last epoch is taken."""
     test: float = 0.2
-    """Fraction of the patients held out for the test of a single fold."""
+    """Fraction of the patients held out for the test of one split."""
     split_seed: int = 0
     """Seed of the splits, which are the same for all seeds of the training."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds of the training: first weights of the classifier, order of the cases, dropout. Every fold is trained once
-    for each."""
+    """Seeds of the training; every fold is trained once for each. They set the first weights of the classifier, the
+    order of the cases, and dropout."""
     layers: tuple[int, ...] = (11,)
-    """Layers whose pooled states, behind the final norm, the classifier reads; 0 is before the first layer. 5 11 is
+    """Layers whose pooled states, behind the final norm, the classifier reads. 0 is before the first layer. 5 11 is
     GigaPath's feat_layer "5-11"."""
     pooling: Pooling = "class"
-    """"class": the class token. "mean": the mean over the tiles."""
+    """Vector of a slide. "class": the class token. "mean": the mean over the tiles."""
     freeze: bool = False
     """Train the classifier alone, on vectors that are computed once."""
     lora: int | None = None
-    """Train low-rank adapters of this rank at the projections of the attention (peft) and the classifier, instead of
-    all weights."""
+    """Train low-rank adapters of this rank instead of all weights. They are at the projections of the attention (peft);
+    the classifier is trained too."""
     epochs: int | None = None
     """Epochs. Default: 5; with --freeze 100."""
     warmup_epochs: float = 1.0
-    """Epochs over which learning rates rise from 0; afterwards they fall to 0 along a cosine."""
+    """Epochs over which learning rates rise from 0. Afterwards they fall to 0 along a cosine."""
     patience: int = 10
     """End after so many epochs without a better validation metric."""
     cases_per_step: int = 16
-    """Cases whose gradients are summed before a step of the optimizer."""
+    """Cases whose gradients are summed before a step."""
     learning_rate: float | None = None
     """Peak learning rate of AdamW. Default: 0.002 cases_per_step / 256, GigaPath's rule; with --freeze 0.001."""
     weight_decay: float = 0.05
@@ -86,17 +86,17 @@ class FinetuneSettings(TileSettings):
     drop_path: float = 0.0
     """Stochastic depth: probability of dropping a residual branch of the last layer in training."""
     class_weights: bool = True
-    """Weigh every class (of several labels: presence and absence) by the inverse of its frequency in the training
-    part."""
+    """Weigh every class by the inverse of its frequency in the training part. Of several labels: presence and
+    absence."""
     maps: bool = False
-    """Also write, for each slide of the test part, the contribution of every tile to every class, and the rollout.
+    """Also write the contribution of every tile to every class. For each slide of the test part, with the rollout.
     `dilated-attention heatmap FILE --contribution CLASS` draws it."""
     skip_missing: bool = False
     """Leave out cases whose slides are missing or cannot be read."""
     encoder: str | None = "gigapath"
     """Tile encoder of the features. A file that records another one is refused."""
     precision: FinetunePrecision = "float32"
-    """Dtype of matrix products and attention, under autocast; weights and optimizer are in float32."""
+    """Number format of matrix products and attention, under autocast. Weights and optimizer are in float32."""
 
     def __post_init__(self) -> None:
         if self.task is not None:

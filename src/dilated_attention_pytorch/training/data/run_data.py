@@ -106,7 +106,7 @@ def read_data(settings: TrainSettings, tokenizer: Tokenizer, say: Say | None) ->
     Raises:
         RunError: see :func:`.corpus.read_corpus` and :func:`.token_cache.cached_corpus`.
     """
-    parts = parts_of(settings.data, is_mixture=bool(settings.weights))
+    parts = parts_of(settings.data, is_mixture=bool(settings.data_weights))
     speaks = say if is_first_process() else None
     if tokenizer is BYTES and settings.cache is None:
         corpora = [read_corpus(part, text_field=settings.text_field, say=speaks) for part in parts]
@@ -177,14 +177,14 @@ class RunData:
         """Raise :class:`RunError` unless there is text for at least one training window and for evaluation."""
         length, unit = self.settings.context_length, self.unit
         for number, corpus in enumerate(self.corpora):
-            source = f" {self.settings.data[number]}" if self.settings.weights else ""
+            source = f" {self.settings.data[number]}" if self.settings.data_weights else ""
             size = len(corpus.training)
             if size < length:
                 raise RunError(
                     f"--data{source} holds {size:,} {unit} of training text, fewer than one window of "
                     f"--context-length {length}; give more text, or a --context-length of at most {size}"
                 )
-            least = length if self.settings.weights else 8
+            least = length if self.settings.data_weights else 8
             if len(corpus.held_out) < least:
                 raise RunError(
                     f"--data{source} leaves {len(corpus.held_out)} {unit} to evaluate on, and at least {least} are "
@@ -194,7 +194,7 @@ class RunData:
     def training(self, stages: Stages, samples_per_step: int) -> Dataset[Window]:
         """The training data: batches of windows, rows of documents, or whole batches of documents."""
         members = [self._samples(corpus.training, stages, samples_per_step) for corpus in self.corpora]
-        weights, seed = self.settings.weights, self.settings.seed
+        weights, seed = self.settings.data_weights, self.settings.seed
         return Mixture(members, weights, seed=seed) if weights else members[0]
 
     def _samples(self, text: Text, stages: Stages, per_step: int) -> StagedBatches | DocumentSamples:
@@ -260,7 +260,7 @@ class RunData:
     def evaluation(self) -> Evaluation:
         """Held-out windows or rows; for a mixture, from each source in proportion."""
         settings = self.settings
-        weights = settings.weights or (1.0,)
+        weights = settings.data_weights or (1.0,)
         members = [
             self._held_out(corpus.held_out, max(1, int(settings.final_eval_windows * weight / sum(weights))))
             for corpus, weight in zip(self.corpora, weights, strict=True)
