@@ -184,9 +184,11 @@ def _field_docs(settings: type) -> dict[str, str]:
 def _argument(field: _Field) -> dict[str, Any]:
     _, many = _type(field.hint)
     metavar = field.told("metavar") or f"{field.name.upper()}{' ...' if many else ''}"
-    is_optional = field.value is not dataclasses.MISSING
+    is_required = field.value is dataclasses.MISSING
     return {
-        "metavar": f"[{metavar}]" if is_optional else metavar,
+        "metavar": metavar if is_required else f"[{metavar}]",
+        "is_required": is_required,
+        "is_many": many,
         "help": field.help,
         "names": sorted({field.name.replace("_", "-"), field.name.rstrip("s").replace("_", "-")}),
     }
@@ -204,6 +206,8 @@ def _flag(field: _Field) -> dict[str, Any]:
         "help": field.help,
         "default": _in_words(field.value),
         "choices": choices,
+        "kind": inner.__name__ if inner in (int, float) else "",
+        "is_many": many,
         "is_switch": is_switch,
         "is_required": field.value is dataclasses.MISSING,
         "field": field.name,

@@ -147,6 +147,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         **_MODEL,
         **_BATCH,
         **_JSON,
+        **_of("--hardware", "gpu", "device-name", "accelerator"),
         **_of("--new-tokens", "max-new-tokens"),
         **_of("--processes", "num-processes", "gpus", "num-gpus", "world-size", "nproc-per-node"),
         **_of("--data-weights", "weights"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from typing import Any, NoReturn
 
 from .help_page import PROGRAM, descriptions, negated, page, top_page
 from .names import OTHER_COMMANDS, OTHER_NAMES, REFUSED, nearest
+from .values import wrong_value
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 COMPLETION = "--print-completion"
+_INPUTS = ("model", "run", "run-dir", "input", "inputs", "file", "path", "folder", "slides", "features", "labels")
 _HELP, _HELP_ALL = ("-h", "--help"), ("-H", "--help-all")
 
 
@@ -59,7 +62,11 @@ def in_our_names(words: Sequence[str]) -> list[str]:
         _print(page(name, rest, is_all=True))
     if any(word in _HELP for word in rest):
         _print(page(name, rest, is_all=False))
-    return [name, *(ours for word in rest for ours in _ours(name, word))]
+    rest = [ours for word in rest for ours in _ours(name, word)]
+    sentence = wrong_value(name, commands[name], rest)
+    if sentence is not None:
+        leave(sentence)
+    return [name, *rest]
 
 
 def leave(sentence: str) -> NoReturn:
@@ -98,6 +105,8 @@ def _of_command(name: str, rest: Sequence[str]) -> str:
 
 def _ours(command: str, word: str) -> list[str]:
     """A word of a command line, as one or two words with our names; wrong flags leave with a sentence."""
+    if re.match(r"-[a-zA-Z]", word):
+        leave(_of_letter(command, word))
     if not word.startswith("--") or word == "--":
         return [word]
     flag, equals, value = word.partition("=")
@@ -121,6 +130,16 @@ def _names(told: Mapping[str, Any]) -> list[str]:
     return names + [negated(flag["name"]) for flag in told["flags"] if flag["is_switch"]]
 
 
+def _of_letter(command: str, word: str) -> str:
+    """About a word with one dash, which no flag has."""
+    flag = f"-{word.partition('=')[0]}"
+    names = [*_names(descriptions()[command]), *OTHER_NAMES.get(command, {})]
+    begins = sorted((name for name in names if name.startswith(flag)), key=len)
+    meant = begins[0] if begins else None
+    shown = "" if meant is None else f"; did you mean {' '.join(OTHER_NAMES.get(command, {}).get(meant, (meant,)))}?"
+    return f"{command} has no flag {flag[1:]}, as flags begin with two dashes{shown or f' ({command} --help)'}"
+
+
 def _nearest_flag(command: str, flag: str, names: Sequence[str]) -> str | None:
     """Our flag whose name, or other name, is near ``flag``."""
     others = OTHER_NAMES.get(command, {})
@@ -131,11 +150,11 @@ def _nearest_flag(command: str, flag: str, names: Sequence[str]) -> str | None:
 def _of_flag(command: str, flag: str, told: Mapping[str, Any]) -> str:
     begin = f"{command} has no flag {flag}"
     for argument in told["arguments"]:
-        if flag[2:] in argument["names"]:
+        if flag[2:] in argument["names"] or flag[2:] in _INPUTS:
             return f"{begin}: name it without a flag: {PROGRAM} {command} {argument['metavar']}"
     names = _names(told)
-    ends = [name for name in names if name.endswith(f".{flag[2:]}")]
-    meant = ends[0] if len(ends) == 1 else _nearest_flag(command, flag, names)
+    parts = [name for name in names if name.endswith(f".{flag[2:]}") or name.startswith(f"{flag}.")]
+    meant = parts[0] if parts else _nearest_flag(command, flag, names)
     if meant is not None:
         return f"{begin}; did you mean {meant}?"
     owners = [name for name, other in descriptions().items() if flag in _names(other)]
