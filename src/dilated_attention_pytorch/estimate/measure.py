@@ -181,7 +181,8 @@ class Measurements:
             if time.monotonic() > self.ends_at:
                 raise RunError(
                     "this machine could not be measured in time, as other programs compute on it or the model is "
-                    "large; what was measured is kept, and the same command goes on with the rest"
+                    "large; what was measured is kept, and the same command goes on with the rest; or name a device "
+                    "(--hardware)"
                 )
             self.values[name] = measure()
             write_record(self.file, _FORMAT, self.hardware, values=self.values)
@@ -230,6 +231,30 @@ def measure_here(
         return _Probe(settings, torch.device(device), hardware, measured).all()
 
 
+def sheet_here(device: str, precision: str) -> DataSheet:
+    """This machine with its free memory and its rate of matrix products, which is measured in tenths of a second."""
+    hardware, dtype = read_hardware(device), computing_dtype(precision)
+    rate = _product_rate(Measurements.of(hardware), torch.device(device), dtype)
+    return _sheet_of(hardware, {precision: rate})
+
+
+def _product_rate(measured: Measurements, device: torch.device, dtype: torch.dtype) -> float:
+    return measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(device, dtype)])[0]
+
+
+def _sheet_of(hardware: Hardware, flops: dict[str, float]) -> DataSheet:
+    return DataSheet(
+        name="this machine",
+        family=hardware.architecture,
+        memory_bytes=hardware.free_bytes,
+        bytes_per_second=hardware.bytes_per_second,
+        flops=flops,
+        processors=hardware.processors,
+        watts=0.0,
+        link="",
+    )
+
+
 def step_seconds(settings: TrainSettings, device: str) -> list[float]:
     """Median seconds of a few steps of a new model after a warm-up step: of its gradients, and of its optimizer.
 
@@ -256,7 +281,7 @@ class _Probe:
 
     def all(self) -> Here:
         dtype = computing_dtype(self.settings.precision)
-        rate = self.measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(self.device, dtype)])[0]
+        rate = _product_rate(self.measured, self.device, dtype)
         layers, texts, lengths = self._sizes(rate)
         self._check_size(layers[1], lengths[1], texts)
         longest = min(self.settings.context_length, 4 * min(lengths[1], _LONG))
@@ -270,18 +295,8 @@ class _Probe:
             points.append(
                 StepPoint(step.model.num_layers, rows_of_batch(step), max(0.0, gradients - others), optimizer)
             )
-        sheet = DataSheet(
-            name="this machine",
-            family=self.hardware.architecture,
-            memory_bytes=self.hardware.free_bytes,
-            bytes_per_second=self.hardware.bytes_per_second,
-            flops={self.settings.precision: rate},
-            processors=self.hardware.processors,
-            watts=0.0,
-            link="",
-        )
         return Here(
-            sheet=sheet,
+            sheet=_sheet_of(self.hardware, {self.settings.precision: rate}),
             kind=self.device.type,
             steps=shape_of_steps(self.settings),
             points=tuple(points),
@@ -346,8 +361,9 @@ class _Probe:
         needed = self._bytes(layers, length, texts)
         if needed > self.hardware.free_bytes // 2:
             raise RunError(
-                f"--hardware here takes steps of {layers} layers of the model, for which {in_bytes(needed)} of memory "
-                f"are needed, and {in_bytes(self.hardware.free_bytes)} are free; name a device with --hardware"
+                f"this machine is measured by steps of {layers} layers of the model, which need {in_bytes(needed)} of "
+                f"memory, and {in_bytes(self.hardware.free_bytes)} are free, of which they may take half; name a "
+                "device (--hardware)"
             )
 
     def _attention(self, lengths: list[int], *, is_training: bool) -> tuple[tuple[float, float], ...]:
