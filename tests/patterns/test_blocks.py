@@ -111,6 +111,12 @@ def test_the_text_form_reads_back_and_heads_are_picked(call: Any) -> None:
     assert torch.equal(turned.counts(every, every, 1), whole[:1])
 
 
+def test_two_lists_of_patterns_per_head_are_not_written_as_one() -> None:
+    both = per_head([local_window(1), local_window(2)]) + per_head([local_window(3), local_window(4)])
+    assert text_of(both) == both.spec
+    assert pattern_from_text(both.spec) == both
+
+
 @pytest.mark.parametrize("density", [1 / 20, 0.1, 0.2, 0.3, 0.5, 1.0])
 def test_the_density_asked_for_is_the_density_got(density: float) -> None:
     """Where the number of blocks is a multiple of the P of which every query block sees m."""
