@@ -45,6 +45,13 @@ def test_the_tree_of_the_documentation_is_that_of_the_package() -> None:
     assert named == there - {"__pycache__/", "__init__.py", "__main__.py", "py.typed", "data_sheets.toml"}
 
 
+def test_its_times_are_those_of_the_page_of_costs() -> None:
+    costs = (ROOT / "docs" / "cost.md").read_text()
+    for rows in ("16,384", "65,536"):
+        (times,) = re.findall(rf"^\| {rows} \| none \| \S+ s \| \S+ s \| (\d+) \|$", costs, re.MULTILINE)
+        assert re.search(rf"1/{times}(?: of the time of dense attention)? at {rows}", " ".join(README.split()))
+
+
 def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 100
 
