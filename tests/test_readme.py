@@ -30,13 +30,6 @@ def test_the_oldest_pytorch_it_promises_is_the_one_that_is_required_and_tested()
         assert f"torch {oldest} or newer" in text
 
 
-def test_its_times_are_those_of_the_page_of_costs() -> None:
-    costs = (ROOT / "docs" / "cost.md").read_text()
-    for rows in ("16,384", "65,536"):
-        (times,) = re.findall(rf"^\| {rows} \| none \| \S+ s \| \S+ s \| (\d+) \|$", costs, re.MULTILINE)
-        assert re.search(rf"1/{times}(?: of the time of dense attention)? at {rows}", " ".join(README.split()))
-
-
 def test_the_tree_of_the_documentation_is_that_of_the_package() -> None:
     package = ROOT / "src" / "dilated_attention_pytorch"
     internals = (ROOT / "docs" / "internals.md").read_text()

@@ -38,7 +38,7 @@ _TOP_EXAMPLES = (
 def descriptions() -> Mapping[str, Any]:
     """The commands by name: summary, explanation, examples, arguments and flags.
 
-    ``tests/cli/test_help.py`` writes the file from the commands' classes, which cannot be imported without torch.
+    ``python tests/cli/test_help.py`` writes the file from the commands' classes, whose import needs torch.
     """
     return json.loads(Path(__file__).with_name("help.json").read_text(encoding="utf-8"))
 

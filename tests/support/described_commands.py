@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
+from dilated_attention_pytorch.cli.command import COMMANDS, defaults_for
 from dilated_attention_pytorch.training import PRESETS
-
-from .command import COMMANDS, defaults_for
 
 _RUN_GROUPS = {
     "optimisation": "steps* batch_size* gradient_accumulation* learning_rate* optimizer* muon_learning_rate "
-    "muon_momentum weight_decay adam_beta1 adam_beta2 max_grad_norm warmup_fraction schedule* decay_fraction",
+    "muon_momentum weight_decay adam_beta1 adam_beta2 max_grad_norm warmup_fraction schedule* decay_fraction "
+    "stage_steps",
     "parallel": "data_parallel* context_parallel* tensor_parallel parallel heads_parallel strategy layout offload "
     "offload_folder timeout",
     "checkpoints and faults": "save_steps* keep_checkpoints async_checkpoints on_nan spike_deviations spike_window",
@@ -46,7 +46,7 @@ def _fewer(names: str, first: str = "") -> str:
 
 _GROUPS: Mapping[str, Mapping[str, str]] = {
     "train": {
-        "run": "output* preset* config* resume* device* precision* seed* threads compile",
+        "run": "output* preset* config* resume* init_from* device* precision seed threads compile",
         "data": _DATA,
         "model": _MODEL_GROUP,
         **_RUN_GROUPS,
@@ -57,7 +57,7 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
         "data": "data* text_field",
         "model and length": "context_length* pattern* rotary* gradient_checkpointing*",
         "optimisation": "steps* batch_tokens* stages* gradient_accumulation* learning_rate* optimizer* weight_decay "
-        "max_grad_norm warmup_fraction schedule decay_fraction",
+        "max_grad_norm warmup_fraction schedule decay_fraction stage_steps",
         "checkpoints and faults": "save_steps* keep_checkpoints async_checkpoints on_nan spike_deviations spike_window",
         "evaluation and tracking": "log_steps eval_steps* eval_windows final_eval_windows track prometheus_port",
     },
@@ -67,7 +67,7 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
         "a generation (--for generation)": "prompt* new_tokens* chunk_size",
         "a model of transformers": "pretrained* pattern*",
         "model": _fewer(_MODEL_GROUP, "context_length model.embed_dim model.num_layers"),
-        "run": "precision device threads compile seed",
+        "run": "init_from precision device threads compile seed",
         "data": _fewer(_DATA),
         **{group: _fewer(names, "batch_size data_parallel") for group, names in _RUN_GROUPS.items()},
         "stages": _fewer(_STAGES),
