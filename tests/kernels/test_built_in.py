@@ -137,7 +137,6 @@ def test_the_code_of_a_level_has_its_instructions_and_no_library_of_openmp(tmp_p
         assert ("%zmm" in code) == (level.capability == "AVX512")
         assert ("dpbf16" in code) == ("avx512_bf16" in level.features)
         assert "%ymm" in code
-        assert "tile" not in code
         needed = subprocess.run(["objdump", "-p", library], capture_output=True, text=True, check=True).stdout
         assert "libtorch_cpu.so" in needed
         assert "omp" not in needed
