@@ -138,7 +138,7 @@ def measure(given: LongContext) -> dict[str, Any]:
     for name, pattern in (("dilated", ""), ("dense", f"DilatedPattern([{given.length}], [1])")):
         settings = ExtensionSettings(
             model=str(folder / "short"),
-            length=given.length,
+            context_length=given.length,
             pattern=pattern,
             steps=given.steps,
             batch_tokens=given.length,

@@ -93,6 +93,10 @@ have few flags, all in one group."""
 _Hint = Any
 
 
+def _origin(hint: _Hint) -> Any:
+    return get_origin(hint)  # Any: its stubs list fewer kinds of hints than there are
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Field:
     """A field of a command: its name with that of its part, its type with annotations, its value and its docstring."""
@@ -104,7 +108,7 @@ class _Field:
 
     @property
     def metadata(self) -> tuple[Any, ...]:
-        return self.hint.__metadata__ if get_origin(self.hint) is Annotated else ()
+        return self.hint.__metadata__ if _origin(self.hint) is Annotated else ()
 
     @property
     def is_positional(self) -> bool:
@@ -197,7 +201,7 @@ def _argument(field: _Field) -> dict[str, Any]:
 def _flag(field: _Field) -> dict[str, Any]:
     inner, many = _type(field.hint)
     is_switch = inner is bool and not many
-    choices = [str(choice) for choice in get_args(inner)] if get_origin(inner) is Literal else []
+    choices = [str(choice) for choice in get_args(inner)] if _origin(inner) is Literal else []
     metavar = {int: "N", float: "X", Path: "PATH", bool: "BOOL"}.get(inner, "NAME" if choices else "TEXT")
     part, dot, last = field.name.rpartition(".")
     return {
@@ -216,9 +220,9 @@ def _flag(field: _Field) -> dict[str, Any]:
 
 def _type(hint: _Hint) -> tuple[_Hint, bool]:
     """The type of a value, or of every value of several, and whether there are several."""
-    while get_origin(hint) in (Annotated, Union, types.UnionType):
+    while _origin(hint) in (Annotated, Union, types.UnionType):
         hint = next(one for one in get_args(hint) if one is not type(None))
-    if get_origin(hint) is tuple or (isinstance(get_origin(hint), type) and issubclass(get_origin(hint), Sequence)):
+    if _origin(hint) in (tuple, Sequence):
         return _type(get_args(hint)[0])[0], True
     return hint, False
 

@@ -74,8 +74,8 @@ def _wrong_in_flag(flag: Mapping[str, Any] | None, name: str, values: Sequence[s
         return None if may_be_empty else f"{name} has no value; write {shown}"
     for value in values if flag["is_many"] else values[:1]:
         if flag["choices"] and value not in (*flag["choices"], "None"):
-            meant = _OTHER_VALUES.get(value.lower(), value)
-            meant = meant if meant in flag["choices"] else nearest(value, flag["choices"])
+            named = _OTHER_VALUES.get(value.lower())
+            meant = named if named in flag["choices"] else nearest(value, flag["choices"])
             remedy = f"; did you mean {meant}?" if meant else ""
             remedy = "; separate them by spaces" if flag["is_many"] and "," in value else remedy
             return f"{name} must be one of {', '.join(flag['choices'])}, got {value!r}{remedy}"
