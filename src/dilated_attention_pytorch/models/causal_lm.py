@@ -178,7 +178,7 @@ class _LongNetPreTrained(PreTrainedModel):
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # In classes outside of its package, transformers skips modules without weights of their own, and thereby the
         # owners of a block's matrices. _init_weights leaves loaded weights itself.
-        super()._initialize_weights(module, is_custom_code=False)
+        super()._initialize_weights(module, False)  # by position: versions of transformers differ in its name
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
