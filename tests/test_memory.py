@@ -23,7 +23,7 @@ def test_more_than_is_free_is_refused_with_both_figures(monkeypatch: pytest.Monk
     check_memory(12_300_000_000, "cpu", what="the run", remedy="wait")
     with pytest.raises(RunError, match=r"^the run needs at least 12\.4 GB of memory, and 12\.3 GB are free; wait$"):
         check_memory(12_400_000_000, "cpu", what="the run", remedy="wait")
-    with pytest.raises(RunError, match=r"needs at least 6\.2 GB of memory in each of 2 processes, and 12\.3 GB"):
+    with pytest.raises(RunError, match=r"needs at least 6\.20 GB of memory in each of 2 processes, and 12\.3 GB"):
         check_memory(6_200_000_000, "cpu", what="the run", remedy="wait", sharing=2)
 
 

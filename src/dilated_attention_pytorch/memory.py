@@ -176,12 +176,11 @@ def resident(field: str) -> int:
 
 
 def in_bytes(number: int) -> str:
-    """Format a number of bytes with its unit.
+    """Format a number of bytes with its unit and three digits, rounded down.
 
-    >>> in_bytes(1_540_000_000), in_bytes(10**30)
-    ('1.5 GB', '1,000,000,000,000,000,000.0 TB')
+    >>> in_bytes(1_549_000_000), in_bytes(98_760_000_000), in_bytes(123_900_000), in_bytes(10**30)
+    ('1.54 GB', '98.7 GB', '123 MB', '1,000,000,000,000,000,000 TB')
     """
-    for unit, size in (("TB", 10**12), ("GB", 10**9)):
-        if number >= size:
-            return f"{number // (size // 10) / 10:,.1f} {unit}"
-    return f"{number / 10**6:,.1f} MB"
+    size, unit = next(((size, unit) for size, unit in ((10**12, "TB"), (10**9, "GB")) if number >= size), (10**6, "MB"))
+    digits = 0 if number >= 100 * size or number == 0 else 1 if number >= 10 * size else 2
+    return f"{number // (size // 10**digits) / 10**digits:,.{digits}f} {unit}"

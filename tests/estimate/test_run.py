@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.estimate import longest_context, plan_run
+from dilated_attention_pytorch.estimate import longest_context, measure, plan_run
 from dilated_attention_pytorch.estimate.flops import longnet_flops, step_work
 from dilated_attention_pytorch.estimate.memory import footprint
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
@@ -149,6 +150,24 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert written["footprint"] == dataclasses.asdict(expected)
     assert written["total_bytes"] == expected.total
     assert "fits, with 23." in printed
+    assert "20 steps take at least " in printed
+
+
+def test_without_a_device_the_command_plans_for_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure, "matrix_product_rate", lambda device, dtype: 1e9)
+    words = "plan --preset tiny --device cpu --precision float32 --for forward --output"
+    main([*words.split(), str(tmp_path / "forward.json")])
+    printed, written = capsys.readouterr().out, json.loads((tmp_path / "forward.json").read_text())
+    assert "at the rates of this machine; a real one takes more" in printed
+    assert written["hardware"] == "this machine"
+    assert written["seconds"]["products"] == pytest.approx(written["computed_flops"] / 1e9, rel=0.2)
+    LlamaConfig(vocab_size=97, hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
+    words = f"plan --device cpu --model {tmp_path} --pattern local_window(3) --context-length 64 --precision float32"
+    main([*words.split(), "--output", str(tmp_path / "llama.json")])
+    assert json.loads((tmp_path / "llama.json").read_text())["hardware"] == "this machine"
 
 
 def test_the_command_plans_a_generation_without_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -575,7 +575,7 @@ def test_a_slide_that_does_not_fit_is_named_with_what_it_takes(weights: Path, tm
     assert outcome.embedded == 1
     ((path, reason),) = outcome.failed.items()
     assert path.stem == "slide1"
-    assert reason == "its 300 tiles take about 300.0 MB, and 200.0 MB are available; pass a larger --memory"
+    assert reason == "its 300 tiles take about 300 MB, and 200 MB are available; pass a larger --memory"
 
 
 @pytest.mark.parametrize(

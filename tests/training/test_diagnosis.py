@@ -62,7 +62,7 @@ def test_a_log_of_every_kind_of_event_is_told(world: Path) -> None:
         "Time: 96.0 s in steps and their checkpoints (44%), 60.0 s in evaluations on the way (28%), 20.0 s in the "
         "evaluation at the end (9%), 40.0 s lost by restarts (19%); 2 s a step (median).",
         "Throughput: 5,000 tokens/s in the first half of the log, 2,500 in the second (medians).",
-        f"Memory: 700.0 MB at the peak of the first process; its settings need at least {least}.",
+        f"Memory: 700 MB at the peak of the first process; its settings need at least {least}.",
         "Slow rank: rank 1 works 1.5 s by itself in a step, the others 0.5 s (median), and they wait for it, 50% of a "
         "step.",
         "Faults: 1 restarts, 1 steps without their batch, 40.0 s lost (faults.jsonl).",

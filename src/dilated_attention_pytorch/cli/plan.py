@@ -16,7 +16,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.run_settings import LONGEST_TEXT
 
-from .plan_words import MEASURED_SPEED, print_plan
+from .plan_words import print_plan
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _Answer = tuple[str, Any, list[str]]
 _Planned: TypeAlias = "tuple[MemoryPlan, Device, dict[str, Any], Iterator[_Answer]]"
 """A plan, where, the settings as JSON, and the answers."""
 _HERE = "here"
-_OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer")
+_OF_PRETRAINED = ("context_length", "batch_size", "precision", "optimizer", "device", "threads")
 """Settings of a run that a plan of a model of transformers reads; of ``model``, gradient_checkpointing."""
 
 
@@ -38,13 +38,16 @@ class PlanCommand(TrainSettings):
     """Plan a run before it starts: memory by part, seconds by part, and what bounds it.
 
     The flags are those of train. Memory is counted from the step itself, on fake tensors. Seconds are a lower bound
-    from the device's data sheet; with --hardware here they are predicted from measurements of this machine.
+    from the data sheet of the device that --hardware names; without it they are predicted from measurements of this
+    machine.
+
+    The run of `train` on this machine: plan
 
     A preset on an H200: plan --preset gpu --hardware H200
 
     The longest text, fewest devices, best changes: plan --preset gpu --hardware H200 --longest --fewest --changes
 
-    A model of transformers: plan --model my/llama --pattern "DilatedPattern([2048, 8192], [1, 4])"
+    A model of transformers: plan --model my/llama --hardware H200 --pattern "DilatedPattern([2048, 8192], [1, 4])"
     """
 
     preset: str = "auto"
@@ -66,9 +69,10 @@ class PlanCommand(TrainSettings):
     --model.gradient-checkpointing and those of the device apply."""
     pattern: str = ""
     """Attention pattern of that model, in the syntax of `dilated-attention show`."""
-    hardware: str = "H100 SXM"
-    """Name of the device; for an unknown name, the error lists the known ones. "here": this machine, for one process,
-    measured in at most two minutes (products, attention, and small steps of the model). Measurements are kept."""
+    hardware: str = "here"
+    """Name of the device, such as H200; for an unknown name, the error lists the known ones. "here": this machine, for
+    one process; training steps are measured in at most two minutes (products, attention, small steps of the model),
+    and measurements are kept."""
     link: str = ""
     """Link between the devices; empty: the one that the data sheet names."""
     processes: int = 1
@@ -110,7 +114,7 @@ class PlanCommand(TrainSettings):
         plan, device, settings, answers = (
             self._plan_longnet() if pretrained is None else self._plan_pretrained(pretrained)
         )
-        print_plan(plan, device, self.processes)
+        print_plan(plan, device, self.processes, self.steps if pretrained is None else None)
         console, values = plain_console(), dict[str, Any]()
         for name, value, lines in answers:
             values[name] = value
@@ -187,40 +191,43 @@ class PlanCommand(TrainSettings):
             raise RunError(f"--link: {error}") from error
         return Device(sheet=sheet, link=link, price_per_hour=self.price_per_hour or None)
 
+    @property
+    def _is_here(self) -> bool:
+        return self.hardware.strip().lower() == _HERE
+
     def _here(self, settings: TrainSettings) -> tuple[TrainSettings, Device]:
-        """This machine's measured rates, and the settings with the precision it computes in."""
+        """This machine, and the settings with the precision and the threads that it computes with.
+
+        Training steps of a LongNet are measured, everything else is planned by memory and the rate of matrix products.
+        """
         from dilated_attention_pytorch.estimate import Device, measure_here
+        from dilated_attention_pytorch.estimate.measure import sheet_here
         from dilated_attention_pytorch.machine import choose_device, set_threads
         from dilated_attention_pytorch.training import preflight
 
-        if self.purpose == "generation":
+        others = {
+            f"--processes {self.processes}": self.processes > 1,
+            f"--link {self.link}": bool(self.link),
+            **{f"--{name}": getattr(self, name) for name in ("fewest", "mesh", "largest")},
+        }
+        flag = next((flag for flag, is_given in others.items() if is_given), None)
+        if flag is not None:
             raise RunError(
-                f"--hardware {_HERE} predicts training steps and no longer the seconds of a generation; name a device "
-                f"to plan its memory, and measure its speed: {MEASURED_SPEED}"
+                f"{flag} is planned from the data sheet of a device; name one, for example --hardware H200 (without "
+                f"--hardware, or with --hardware {_HERE}, plan is for one process on this machine)"
             )
-        if self.purpose == "forward":
-            raise RunError(f"--hardware {_HERE} predicts training steps; name a device with --for forward")
-        if self.processes > 1:
-            raise RunError(
-                f"--hardware {_HERE} measures steps of one process, got --processes {self.processes}; name a device, "
-                "whose data sheet is read"
-            )
-        if self.link:
-            raise RunError(
-                f"--hardware {_HERE} measures one process, which sends nothing; leave --link {self.link} out"
-            )
-        named = [f"--{name}" for name in ("fewest", "mesh", "largest") if getattr(self, name)]
-        if named:
-            raise RunError(f"{named[0]} is for a device by its name; leave it out with --hardware {_HERE}")
         kind = choose_device(settings.device)
         settings = dataclasses.replace(
             settings,
             threads=set_threads(settings.threads),
             precision=preflight.choose_precision(settings.precision, kind),
         )
+        price = self.price_per_hour or None
+        if self.purpose != "training" or self.pretrained is not None:
+            return settings, Device(sheet=sheet_here(kind, settings.precision), price_per_hour=price)
         preflight.check_processes(settings, 1, launch="name a device, and plan for {0} processes (--processes {0})")
         here = measure_here(settings, kind)
-        return settings, Device(sheet=here.sheet, here=here, price_per_hour=self.price_per_hour or None)
+        return settings, Device(sheet=here.sheet, here=here, price_per_hour=price)
 
     def _plan_longnet(self) -> _Planned:
         from dilated_attention_pytorch.estimate import plan_generation, plan_run
@@ -228,10 +235,7 @@ class PlanCommand(TrainSettings):
 
         settings = settings_of(self)
         read_tokenizer(settings)  # it must have the model's number of tokens
-        if self.hardware.strip().lower() == _HERE:
-            settings, device = self._here(settings)
-        else:
-            device = self._device()
+        settings, device = self._here(settings) if self._is_here else (settings, self._device())
         generation = self._generation()
         if generation is not None:
             memory = plan_generation(settings, self.processes, device.sheet, generation)
@@ -269,20 +273,22 @@ class PlanCommand(TrainSettings):
     def _plan_pretrained(self, path: Path) -> _Planned:
         from dilated_attention_pytorch.estimate.pretrained import plan_pretrained, plan_pretrained_generation
 
-        if self.hardware.strip().lower() == _HERE:
-            raise RunError(f"--hardware {_HERE} predicts steps of a LongNet; name a device with --model")
         if self.processes > 1:
             raise RunError(f"a model of transformers is planned for one process, got --processes {self.processes}")
         self._check_pretrained_flags()
-        device = self._device()
-        run = self._pretrained_run(path, device)
+        run = self._pretrained_run(path)
+        settings, device = self._here(settings_of(self)) if self._is_here else (None, self._device())
+        precision = run.precision if settings is None else settings.precision
+        if precision == "auto":
+            precision = "bfloat16" if "bfloat16" in device.sheet.flops else "float32"
+        run = dataclasses.replace(run, precision=precision)
         generation = self._generation()
         plan: MemoryPlan
         if generation is None:
             plan = plan_pretrained(run, device, purpose=cast("Purpose", self.purpose))
         else:
             plan = plan_pretrained_generation(run, device.sheet, generation)
-        settings = {
+        planned = {
             "model": str(path),
             "pattern": self.pattern,
             "context_length": run.length,
@@ -290,7 +296,7 @@ class PlanCommand(TrainSettings):
             "precision": run.precision,
             "optimizer": run.optimizer,
         }
-        return plan, device, settings, iter(())
+        return plan, device, planned, iter(())
 
     def _check_pretrained_flags(self) -> None:
         """Raise :class:`RunError` if a flag of a LongNet is given that a plan of another model does not read."""
@@ -313,7 +319,7 @@ class PlanCommand(TrainSettings):
                 "out with --model"
             )
 
-    def _pretrained_run(self, path: Path, device: Device) -> PretrainedRun:
+    def _pretrained_run(self, path: Path) -> PretrainedRun:
         from dilated_attention_pytorch.estimate.pretrained import PretrainedRun, read_config
         from dilated_attention_pytorch.patterns import pattern_from_expression
 
@@ -323,15 +329,12 @@ class PlanCommand(TrainSettings):
             pattern = pattern_from_expression(self.pattern)
         except ValueError as error:
             raise RunError(f"--pattern: {error}") from error
-        precision = self.precision
-        if precision == "auto":
-            precision = "bfloat16" if "bfloat16" in device.sheet.flops else "float32"
         return PretrainedRun(
             config=read_config(path),
             pattern=pattern,
             length=self.context_length,
             batch_size=self.batch_size,
-            precision=precision,
+            precision=self.precision,
             optimizer="adamw" if self.optimizer == "muon" else self.optimizer,
             gradient_checkpointing=self.model.gradient_checkpointing,
         )

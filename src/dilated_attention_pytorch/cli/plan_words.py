@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.memory import in_bytes
+from dilated_attention_pytorch.readable import in_time, in_words
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.estimate import Device, MemoryPlan
@@ -37,8 +38,13 @@ MEASURED_SPEED = "time `dilated-attention generate` on a run folder, or models.g
 """How to measure the speed of a generation, which is not predicted."""
 
 
-def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
-    """Print the plan: tables of memory and, except for a generation, of seconds, and sentences."""
+def print_plan(plan: MemoryPlan, device: Device, processes: int, steps: int | None) -> None:
+    """Print the plan: tables of memory and, except for a generation, of seconds, and sentences.
+
+    Args:
+        plan, device, processes: the plan, and what it is for.
+        steps: optimizer steps of the run; None if they are not known.
+    """
     from rich.table import Table
 
     from dilated_attention_pytorch.estimate import RunPlan
@@ -57,18 +63,18 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
     table.add_row("the device has", in_bytes(plan.memory_bytes))
     console.print(table)
     if isinstance(plan, RunPlan):
-        times = Table(f"seconds of {unit}{', at least' if plan.seconds.is_bound else ', predicted'}", "")
+        times = Table(f"time of {unit}{', at least' if plan.seconds.is_bound else ', predicted'}", "")
         for name, words in _SECONDS.items():
             if getattr(plan.seconds, name):
-                times.add_row(words, f"{getattr(plan.seconds, name):.3g}")
+                times.add_row(words, in_time(getattr(plan.seconds, name)))
         times.add_section()
-        times.add_row("all", f"{plan.seconds.total:.3g}")
+        times.add_row("all", in_time(plan.seconds.total))
         console.print(times)
-    for sentence in _sentences(plan):
+    for sentence in _sentences(plan, device.sheet.name, steps):
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _sentences(plan: MemoryPlan) -> Iterator[str]:
+def _sentences(plan: MemoryPlan, device: str, steps: int | None) -> Iterator[str]:
     """Sentences about what follows from the tables."""
     from dilated_attention_pytorch.estimate import RunPlan
 
@@ -78,22 +84,22 @@ def _sentences(plan: MemoryPlan) -> Iterator[str]:
     if not isinstance(plan, RunPlan):
         yield f"{plan.tokens:,} new tokens in {unit}; its seconds are not predicted: {MEASURED_SPEED}"
         return
+    least, at_most = ("at least ", "at most ") if plan.seconds.is_bound else ("", "")
     yield (
-        f"{plan.tokens:,} tokens in {unit}, {plan.computed_flops:.4g} operations of matrix products, "
-        f"{plan.model_flops:.4g} of them counted for model FLOP utilisation"
+        f"{plan.tokens:,} tokens in {unit}, {in_words(plan.computed_flops)} operations of matrix products, "
+        f"{in_words(plan.model_flops)} of them counted for model FLOP utilisation"
     )
     if plan.seconds.is_bound:
-        yield (
-            f"lower bound: at the data sheet's rates {unit} takes {plan.seconds.total:.3g} s; real ones reach a part "
-            "of those rates only"
-        )
+        yield f"lower bound: {unit} takes {in_time(plan.seconds.total)} at the rates of {device}; a real one takes more"
+    if steps is not None and plan.purpose == "training":
+        yield f"{steps:,} steps take {least}{in_time(steps * plan.seconds.total)}, without evaluations and checkpoints"
     yield f"what bounds it: {_SECONDS.get(plan.bounded_by, plan.bounded_by)}"
-    rates, at_most = plan.rates, "at most " if plan.seconds.is_bound else ""
-    yield f"{at_most}{rates.tokens_per_second:,.4g} tokens a second, model FLOP utilisation {rates.utilisation:.1%}"
-    least = "at least " if plan.seconds.is_bound else ""
+    rates = plan.rates
+    speed = in_words(rates.tokens_per_second)
+    yield f"{at_most}{speed} tokens a second, model FLOP utilisation {rates.utilisation:.1%}"
     if rates.joules_per_token is not None:
-        yield f"at full power {least}{rates.joules_per_token:.3g} J a token"
+        yield f"at full power {least}{in_words(rates.joules_per_token)} J a token"
     if rates.price_per_million_tokens is not None:
-        yield f"{least}{rates.price_per_million_tokens:.3g} for a million tokens, at the price that was given"
+        yield f"{least}{in_words(rates.price_per_million_tokens)} for a million tokens, at the price that was given"
     for sent in plan.exchanges:
         yield f"{in_bytes(sent.bytes)} of {sent.name} sent by the process that sends most"

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.memory import in_bytes
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns.pattern import MOST_POSITIONS
+from dilated_attention_pytorch.readable import in_words
 from dilated_attention_pytorch.training.preflight import heads_sharing
 from dilated_attention_pytorch.training.settings import TrainSettings
 
@@ -58,7 +59,7 @@ class Mesh(NamedTuple):
         return (
             f"{self.data * self.context * self.tensor} = {sizes} ({self.flags or 'no flags'}): "
             f"{in_bytes(self.plan.footprint.total)} a process, {'fits' if self.plan.fits else 'does not fit'}; "
-            f"{self.plan.rates.tokens_per_second:,.4g} tokens a second at most"
+            f"at most {in_words(self.plan.rates.tokens_per_second)} tokens a second"
         )
 
     def values(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class LargestModel(NamedTuple):
         """Sizes and memory."""
         model = self.model
         return (
-            f"{model.num_parameters:,} weights ({model.num_layers} layers, width {model.embed_dim}, "
+            f"{in_words(model.num_parameters)} weights ({model.num_layers} layers, width {model.embed_dim}, "
             f"{model.num_heads} heads), {in_bytes(self.plan.footprint.total)}"
         )
 
