@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.cli.tile_bar import tile_bar
 from dilated_attention_pytorch.interrupt import leave_on_interrupt
+from dilated_attention_pytorch.progress import Pace, counted, progress_bar
 from slides.made_slides import checkpoint, write_slides
 from training.runs import write_texts
 
@@ -122,13 +123,36 @@ def test_memory_that_is_used_up_by_imports_is_said(
 def test_a_bar_of_tiles_is_drawn_before_and_after_their_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=100, _environ={})
-    with tile_bar(console):
+    with progress_bar(console, "tiles"):
         pass  # measuring the memory takes seconds
-    with tile_bar(console) as show:
+    with progress_bar(console, "tiles") as show:
         show("1 of 2 slides", 500, 1000)
     assert "500 of 1,000 tiles" in drawn.getvalue()
-    monkeypatch.setattr("dilated_attention_pytorch.cli.tile_bar._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("dilated_attention_pytorch.progress.LINE_SECONDS", 0.0)
     plain = io.StringIO()
-    with tile_bar(Console(file=plain, width=100)) as show:
+    with progress_bar(Console(file=plain, width=100), "tiles") as show:
         show("1 of 2 slides", 500, 1000)
     assert plain.getvalue() == "1 of 2 slides, 500 of 1,000 tiles\n"
+
+
+def test_without_a_terminal_lines_come_after_ten_seconds_and_then_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("dilated_attention_pytorch.progress.time.monotonic", lambda: now)
+    pace, due = Pace(), []
+    for second in range(5000):
+        now = float(second)
+        if pace.is_due():
+            due.append(second)
+    assert due[:3] == [10, 20, 30]
+    between = [after - before for before, after in itertools.pairwise(due)]
+    assert between == sorted(between)
+    assert 90 <= between[-1] <= 100
+
+
+def test_a_loop_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dilated_attention_pytorch.progress.LINE_SECONDS", 0.0)
+    plain = io.StringIO()
+    assert list(counted([7, 8], "reading", "texts", Console(file=plain, width=100))) == [7, 8]
+    assert plain.getvalue() == "reading, 0 of 2 texts\nreading, 1 of 2 texts\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention_pytorch import progress
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.parallel import RankFailure
 from dilated_attention_pytorch.training import RunError, preflight, resume, run_checkpoints, train
@@ -24,7 +26,7 @@ from dilated_attention_pytorch.training.evaluation import (
 )
 from dilated_attention_pytorch.training.record import Outcome
 from dilated_attention_pytorch.training.trained_model import load_model
-from training.runs import assert_same_weights, quiet, stopped_run, tiny_settings
+from training.runs import Heard, assert_same_weights, quiet, stopped_run, tiny_settings
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +197,24 @@ def test_a_run_is_checked_in_the_same_order_when_it_begins_and_when_it_is_resume
     made.clear()
     resume(run, quiet())
     assert begun == made == names
+
+
+def test_what_takes_time_is_counted_where_the_output_is_no_terminal(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, evaluations and the final one; with ten seconds in between a run of a second says none of it."""
+    console = Heard()
+    train(tiny_settings(texts, steps=3), tmp_path / "quiet", console)
+    assert "left\n" not in console.said
+    assert "batches\n" not in console.said
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    console = Heard()
+    train(tiny_settings(texts, steps=4), tmp_path / "run", console)
+    assert re.search(r"^step 3/4: training [0-9.]+ bits per byte, [0-9,]+ tokens/s, about .* left$", console.said, re.M)
+    for words in (
+        "step 4/4: evaluating, 1 of 1 batches",
+        "evaluating on the held-out text, 1 of 1 batches",
+        "evaluating by quarter of the context, 0 of 1 files",
+        "sampling, 2 of 5 tokens",
+    ):
+        assert f"{words}\n" in console.said

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, set_threads
 from dilated_attention_pytorch.memory import check_memory
 from dilated_attention_pytorch.output import check_free_folder, make_output
+from dilated_attention_pytorch.progress import progress_bar
 from dilated_attention_pytorch.terminal import plain_console
 
 from .clock import Clock
@@ -155,23 +155,22 @@ def _time_cases(
     budget: Budget,
     console: Console,
 ) -> None:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     rates = {case.dtype: clock.product_rate(case.torch_dtype, is_dry=budget.is_dry) for case in cases}
     kept: dict[Case, list[Row]] = defaultdict(list)
     for row in outcome.rows:
         kept[row.case].append(row)
     order = list(cases)
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(cases) * len(contestants) - len(outcome.rows))
+    with progress_bar(console, "measurements") as show:
+        done, total = 0, len(cases) * len(contestants) - len(outcome.rows)
 
         def begin(what: str) -> Callable[[], None]:
-            progress.update(bar, description=what)
-            return lambda: progress.advance(bar)
+            show(what, done, total)
+            return lambda: finish(what)
+
+        def finish(what: str) -> None:
+            nonlocal done
+            done += 1
+            show(what, done, total)
 
         series: list[Row] = []
         for index, case in enumerate(order):

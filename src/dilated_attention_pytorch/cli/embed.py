@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import tyro
 
 from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.progress import progress_bar
 from dilated_attention_pytorch.slides.settings import EmbedSettings
-
-from .tile_bar import tile_bar
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.slides.embedding import TileProgress
@@ -76,7 +75,7 @@ class Embed(EmbedSettings):
         what = "slides" if self.patients is None else "patients"
         embedder = Embedder(self.slides, self.checkpoint, self.output, settings)
         try:
-            with tile_bar(console) as show:
+            with progress_bar(console, "tiles") as show:
 
                 def report(done: TileProgress) -> None:
                     show(f"{done.slides:,} of {done.total_slides:,} {what}", done.tiles, done.total_tiles)

@@ -14,9 +14,8 @@ import tyro
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import require
+from dilated_attention_pytorch.progress import progress_bar
 from dilated_attention_pytorch.slides.finetune.settings import FinetuneSettings
-
-from .tile_bar import tile_bar
 
 _PACKAGES = ("accelerate", "filelock", "h5py", "plotly", "rich", "safetensors", "sklearn", "transformers")
 
@@ -80,7 +79,7 @@ class Finetune(FinetuneSettings):
         settings = FinetuneSettings(**{name: getattr(self, name) for name in names})
         tuner = Finetuner(self.paths[:-1], self.paths[-1], self.checkpoint, self.output, settings)
         try:
-            with tile_bar(console) as show:
+            with progress_bar(console, "tiles") as show:
                 outcome = tuner.run(
                     say=lambda sentence: console.print(sentence, soft_wrap=True),
                     progress=lambda state: show(state.what, state.tiles, state.total_tiles),

@@ -116,7 +116,11 @@ def defaults_of(argv: Sequence[str]) -> Train:
     settings = PRESETS[chosen]()
     fields = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
     fields |= _of_named_folders(settings, argv, values)
-    return with_values(Train(**fields, preset=name), values, Path(file or "."))
+    try:
+        defaults = Train(**fields, preset=name)
+    except ValueError as error:  # of a path that is not text, or of a vocabulary without its tokenizer
+        raise RunError(str(error)) from error
+    return with_values(defaults, values, Path(file or "."))
 
 
 def _of_named_folders(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,10 +141,12 @@ def _of_named_folders(settings: TrainSettings, argv: Sequence[str], values: Mapp
         model = model_of(source)
         if tokenizer is None and (source / TOKENIZER_NAME).is_file():
             tokenizer = source
-    if tokenizer is not None:
+    fields: dict[str, Any] = {"init_from": source}
+    if tokenizer is not None and (tokenizer / TOKENIZER_NAME if tokenizer.is_dir() else tokenizer).is_file():
         require(f"--tokenizer {tokenizer}", ("tokenizers",), "train")
         model = dataclasses.replace(model, vocab_size=load_tokenizer(tokenizer).vocab_size)
-    return {"model": model, "init_from": source, "tokenizer": tokenizer}
+        fields["tokenizer"] = tokenizer
+    return {**fields, "model": model}
 
 
 def settings_of(command: TrainSettings) -> TrainSettings:

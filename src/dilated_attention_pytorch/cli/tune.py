@@ -75,9 +75,9 @@ class Tune:
         """
         require("tuning", ("rich",), "bench")
         import torch
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         from dilated_attention_pytorch.output import check_makeable, check_new_file, make_output
+        from dilated_attention_pytorch.progress import progress_bar
         from dilated_attention_pytorch.selection import read_hardware, tuning
         from dilated_attention_pytorch.selection.profile import load_profile, store_profile
         from dilated_attention_pytorch.terminal import plain_console
@@ -102,21 +102,13 @@ class Tune:
             highlight=False,
             soft_wrap=True,
         )
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[round]}"),
-            TimeElapsedColumn(),
-        )
         command, last = shlex.join(["dilated-attention", *sys.argv[1:]]), time.monotonic()
-        with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task("measuring", total=len(timings), round="")
+        with progress_bar(console, "cases") as show:
 
             def finished(timing: Timing) -> None:
                 nonlocal last
                 done = sum(len(one.samples) >= len(timing.samples) for one in timings)
-                times = f"{len(timing.samples)} times each"
-                progress.update(bar, completed=done, round=times, description=_short(timing))
+                show(f"round {len(timing.samples)}, {_short(timing)}", done, len(timings))
                 if time.monotonic() - last > _KEEP_SECONDS:
                     tuning.keep_timings(record, timings, hardware, command=command)
                     last = time.monotonic()
@@ -128,7 +120,7 @@ class Tune:
                 finished=finished,
                 is_once=self.dry_run,
             )
-            progress.update(bar, description="fitting", round="")
+            show("fitting", len(timings), len(timings))
             fits = tuning.fit_rates(timings, hardware)
         tuning.keep_timings(record, timings, hardware, command=command, fits=[asdict(one) for one in fits])
         table = _table(fits, timings)

@@ -23,6 +23,7 @@ from dilated_attention_pytorch.data_sheets import DataSheet
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.folders import cache_folder
 from dilated_attention_pytorch.memory import in_bytes
+from dilated_attention_pytorch.progress import Show, progress_bar
 from dilated_attention_pytorch.selection.hardware import Hardware, read_hardware
 from dilated_attention_pytorch.selection.profile import identity, read_record, write_record
 from dilated_attention_pytorch.selection.tuning import call_of, fit_seconds, now
@@ -227,8 +228,32 @@ def measure_here(
     """
     hardware = read_hardware(device)
     measured = Measurements.of(hardware, folder, seconds=seconds)
-    with Console(quiet=is_quiet).status("measuring this machine"):
-        return _Probe(settings, torch.device(device), hardware, measured).all()
+    with progress_bar(Console(quiet=is_quiet), "measurements") as show:
+        return _Probe(settings, torch.device(device), hardware, measured, show).all()
+
+
+def sheet_here(device: str, precision: str) -> DataSheet:
+    """This machine with its free memory and its rate of matrix products, which is measured in tenths of a second."""
+    hardware, dtype = read_hardware(device), computing_dtype(precision)
+    rate = _product_rate(Measurements.of(hardware), torch.device(device), dtype)
+    return _sheet_of(hardware, {precision: rate})
+
+
+def _product_rate(measured: Measurements, device: torch.device, dtype: torch.dtype) -> float:
+    return measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(device, dtype)])[0]
+
+
+def _sheet_of(hardware: Hardware, flops: dict[str, float]) -> DataSheet:
+    return DataSheet(
+        name="this machine",
+        family=hardware.architecture,
+        memory_bytes=hardware.free_bytes,
+        bytes_per_second=hardware.bytes_per_second,
+        flops=flops,
+        processors=hardware.processors,
+        watts=0.0,
+        link="",
+    )
 
 
 def sheet_here(device: str, precision: str) -> DataSheet:
@@ -278,6 +303,9 @@ class _Probe:
     device: torch.device
     hardware: Hardware
     measured: Measurements
+    show: Show
+    done: int = 0
+    total: int = 0
 
     def all(self) -> Here:
         dtype = computing_dtype(self.settings.precision)
@@ -285,9 +313,10 @@ class _Probe:
         layers, texts, lengths = self._sizes(rate)
         self._check_size(layers[1], lengths[1], texts)
         longest = min(self.settings.context_length, 4 * min(lengths[1], _LONG))
-        attention, forward = (
-            self._attention(sorted({*lengths, longest}), is_training=is_training) for is_training in (True, False)
-        )
+        attended = sorted({*lengths, longest})
+        of_attention = 2 * len(attended) * len(self.settings.model.different_patterns)
+        self.total = of_attention + len(layers) * len(lengths)
+        attention, forward = (self._attention(attended, is_training=is_training) for is_training in (True, False))
         points = []
         for step in (self._small(number, length, texts) for number in layers for length in lengths):
             gradients, optimizer = self._stepped(step)
@@ -307,7 +336,12 @@ class _Probe:
     def _stepped(self, step: TrainSettings) -> list[float]:
         """Seconds of the gradients and of the optimizer of a small step."""
         words = f"step of {step.model.num_layers} layers, {step.batch_size} x {step.context_length} rows"
+        self._show(words)
         return self.measured.get(self._name(words), lambda: step_seconds(step, self.device.type))
+
+    def _show(self, words: str) -> None:
+        self.show(f"measuring this machine: {words}", self.done, self.total)
+        self.done += 1
 
     def _name(self, words: str) -> str:
         """Name of a measurement, with a digest of the model's shape without its number of layers."""
@@ -386,5 +420,6 @@ class _Probe:
             call(pattern)
             return [statistics.median(call(pattern) for _ in range(_CALLS))]
 
-        kind = "of a step" if is_training else "forward"
-        return self.measured.get(self._name(f"attention {index} {kind}, {length} rows"), measure)[0]
+        words = f"attention {index} {'of a step' if is_training else 'forward'}, {length} rows"
+        self._show(words)
+        return self.measured.get(self._name(words), measure)[0]

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dilated_attention_pytorch.output import write_text
+from dilated_attention_pytorch.progress import Pace, Show
+from dilated_attention_pytorch.readable import in_time
 
 from .faults import cost_of_faults
 from .lifecycle import RewindRequested
@@ -198,9 +200,10 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 class Bar(TrainerCallback):
-    """Progress bar with losses, tokens per second and remaining time; without a terminal, one line per evaluation.
+    """Progress bar with losses, tokens per second and remaining time.
 
-    The line of an evaluation before the first training loss has no training loss.
+    Without a terminal: a line per evaluation, and lines in between (:class:`Pace`). The line of an evaluation before
+    the first training loss has no training loss.
 
     Args:
         console: console to draw on.
@@ -222,6 +225,9 @@ class Bar(TrainerCallback):
         )
         self.task = self.progress.add_task("training", total=None, loss="", held_out="", rate="")
         self._last: Mapping[str, float] = {}
+        self._pace = Pace()
+        self._begun = (0, 0.0)
+        self._evaluated = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -229,10 +235,30 @@ class Bar(TrainerCallback):
         """Draw the bar."""
         self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
         self.progress.start()
+        self._begun = (state.global_step, time.monotonic())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Advance the bar."""
         self.progress.update(self.task, completed=state.global_step)
+        if not self.console.is_terminal and self._pace.is_due():
+            first, since = self._begun
+            left = (state.max_steps - state.global_step) * (time.monotonic() - since) / (state.global_step - first)
+            self._print(f"{self._figures()}about {in_time(left)} left")
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the batches of an evaluation."""
+        self._evaluated += 1
+        total = len(kwargs["eval_dataloader"])
+        words = f"evaluating, {self._evaluated:,} of {total:,} batches"
+        self.progress.update(self.task, held_out=words)
+        if not self.console.is_terminal and self._pace.is_due():
+            self._print(words)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the next evaluation from its beginning."""
+        self._evaluated = 0
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Show the figures of a step."""
@@ -249,7 +275,35 @@ class Bar(TrainerCallback):
             total = self.progress.tasks[self.task].total
             self.console.print(f"step {step}/{total}: {training}{held_out} bits per byte{rate}", highlight=False)
 
+    def _figures(self) -> str:
+        last = self._last
+        if not last:
+            return ""
+        return f"training {last['bits_per_byte']:.3f} bits per byte, {last['tokens_per_second']:,.0f} tokens/s, "
+
+    def _print(self, words: str) -> None:
+        task = self.progress.tasks[self.task]
+        self.console.print(f"step {task.completed:.0f}/{task.total}: {words}", highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         """Restore the terminal's cursor, so that later output starts below the bar."""
         if self.progress.live.is_started:
             self.progress.stop()
+
+
+class Evaluating(TrainerCallback):
+    """Counts the batches of an evaluation after the training.
+
+    Args:
+        show: see :mod:`dilated_attention_pytorch.progress`.
+    """
+
+    def __init__(self, show: Show) -> None:
+        self._show, self._done = show, 0
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count a batch."""
+        self._done += 1
+        self._show("evaluating on the held-out text", self._done, len(kwargs["eval_dataloader"]))

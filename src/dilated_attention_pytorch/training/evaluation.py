@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lzma
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dilated_attention_pytorch.output import replacing
+from dilated_attention_pytorch.progress import counted
 
 from .autocast import autocast
 from .row_logits import RowLogits, row_logits
@@ -39,7 +40,7 @@ def xz_bits_per_byte(data: bytes) -> float:
 
 
 def bits_by_quarter(
-    model: LongNetLM, files: Sequence[Tensor], precision: str, lengths: Tensor | None = None
+    model: LongNetLM, files: Iterable[Tensor], precision: str, lengths: Tensor | None = None
 ) -> list[float]:
     """Mean bits per byte over each quarter of the context.
 
@@ -61,7 +62,7 @@ def bits_by_quarter(
 
 
 def bits_of_last_quarter_alone(
-    model: LongNetLM, files: Sequence[Tensor], precision: str, lengths: Tensor | None = None
+    model: LongNetLM, files: Iterable[Tensor], precision: str, lengths: Tensor | None = None
 ) -> float:
     """Mean bits per byte over the last quarter of the context, without the context before that quarter.
 
@@ -152,18 +153,16 @@ def bits_of_tokens(
         texts: int64 ``[N]`` each.
         context: context length in tokens, including the predicted token.
         precision: computation precision (:mod:`.autocast`).
-        console: console for the progress bar.
-        what: label of the bar.
+        console: console for the progress.
+        what: its label.
 
     Returns:
         float64 ``[N - 1]`` each, in bits per token.
     """
-    from rich.progress import track
-
     model.eval()
     parts = row_logits(model)
     bits = []
-    for text in track(texts, what, console=console, disable=not console.is_terminal, transient=True):
+    for text in counted(texts, what, "texts", console):
         chunks = [text[start : start + context] for start in range(0, len(text) - 1, context - 1)]
         bits.append(torch.cat([predicted(model, parts, chunk, precision).bits for chunk in chunks]))
     return bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -101,10 +101,9 @@ def write_text_after(
     except NotImplementedError as error:
         say(f"all keys and values are kept: {error}")
         cache = {}
+    generate: Any = model.generate
     with torch.no_grad():
-        model.generate(
-            given, attention_mask=torch.ones_like(given), generation_config=config, streamer=streamer, **cache
-        )
+        generate(given, attention_mask=torch.ones_like(given), generation_config=config, streamer=streamer, **cache)
 
 
 class _Words(TextStreamer):

@@ -17,6 +17,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import choose_device, machine, set_threads
 from dilated_attention_pytorch.memory import is_out_of_memory
 from dilated_attention_pytorch.output import check_new_file, write_text
+from dilated_attention_pytorch.progress import progress_bar
 
 from . import preflight
 from .data.documents import documents_of, held_out_rows
@@ -232,9 +233,18 @@ def _measure(
         result["by_position"][str(length)] = list(zip(*binned(by_position), strict=True))
     if settings.recall_texts:
         recalled = [length for length in lengths if length >= _SHORTEST]
-        look = functools.partial(_look, opened, row_logits(opened.model), precision)
-        result["needle"] = list(_needles(opened, settings, held_out.windows, recalled, look))
-        result["associations"] = _associations(opened, settings, recalled, look)
+        logits, total = row_logits(opened.model), 2 * len(recalled) * settings.recall_texts
+        with progress_bar(console, "texts") as show:
+            done = 0
+
+            def look(task: Task) -> _Found:
+                nonlocal done
+                show(f"recall at {len(task.tokens):,} tokens", done, total)
+                done += 1
+                return _look(opened, logits, precision, task)
+
+            result["needle"] = list(_needles(opened, settings, held_out.windows, recalled, look))
+            result["associations"] = _associations(opened, settings, recalled, look)
     return result
 
 

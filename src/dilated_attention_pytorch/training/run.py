@@ -22,6 +22,7 @@ from dilated_attention_pytorch.installation import NAME
 from dilated_attention_pytorch.machine import package_digest, package_version, versions
 from dilated_attention_pytorch.output import write_text
 from dilated_attention_pytorch.parent import end_with_launcher
+from dilated_attention_pytorch.progress import counted, progress_bar
 
 from . import preflight
 from .checkpoint import SETTINGS_NAME, latest_checkpoint
@@ -368,6 +369,9 @@ def _announce(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, traini
 
 
 def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: float) -> Outcome:
+    from rich.console import Console
+
+    from .callbacks import Bar, Evaluating
     from .evaluation import bits_by_quarter, bits_of_last_quarter_alone, draw_losses
     from .trained_model import sample_text
 
@@ -375,18 +379,30 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     if trainer.is_world_process_zero():
         opened.say("evaluating on the held-out text")
     start = time.perf_counter()
-    bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_bits_per_byte"]
+    console = opened.console if trainer.is_world_process_zero() else Console(quiet=True)
+    trainer.remove_callback(Bar)
+    with progress_bar(console, "batches") as show:
+        trainer.add_callback(Evaluating(show))
+        bits = trainer.evaluate(evaluation, metric_key_prefix="final")["final_bits_per_byte"]
     files, lengths = run.data.long_files(), run.data.byte_lengths
     # Every process evaluates the whole model by itself, so that none waits for another.
     model = trainer.distribution.full_model(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-    quarters = bits_by_quarter(model.model, files, settings.precision, lengths) if files else None
-    alone = bits_of_last_quarter_alone(model.model, files, settings.precision, lengths) if files else None
+    quarters, alone = None, None
+    if files:
+        shown = counted(files, "evaluating by quarter of the context", "files", console)
+        quarters = bits_by_quarter(model.model, shown, settings.precision, lengths)
+        shown = counted(files, "evaluating the last quarter alone", "files", console)
+        alone = bits_of_last_quarter_alone(model.model, shown, settings.precision, lengths)
     sampling = SampleSettings(
         max_new_tokens=max(1, settings.sample_length), temperature=settings.sample_temperature, seed=settings.seed
     )
     fitting = run.data.prompt()
     prompt = settings.sample_prompt or fitting
-    sample = prompt + "".join(sample_text(model.model, prompt, sampling, run.data.tokenizer))
+    with progress_bar(console, "tokens") as show:
+        sample = prompt
+        for number, text in enumerate(sample_text(model.model, prompt, sampling, run.data.tokenizer)):
+            show("sampling", number, sampling.max_new_tokens)
+            sample += text
     if trainer.is_world_process_zero():
         result: dict[str, Any] = {
             "bits_per_byte": bits,

@@ -252,6 +252,7 @@ class LongNetTrainer(RunTrainer):
         model = self.model if self.distribution.engine is None else self.distribution.engine.engine
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         count = torch.zeros_like(total)
+        self.callback_handler.eval_dataloader = dataloader
         for batch in dataloader:
             inputs = self._prepare_inputs(batch)
             labels = self._get_num_items_in_batch([inputs], self.args.device)
@@ -260,6 +261,7 @@ class LongNetTrainer(RunTrainer):
                 loss = self.compute_loss(model, inputs, num_items_in_batch=labels)
             total += loss * labels
             count += labels
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         mean = (self.accelerator.gather(total.unsqueeze(0)).mean() / count).item()
         share = dataloader.dataset
         assert isinstance(share, WindowShare)

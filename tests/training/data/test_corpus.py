@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilated_attention_pytorch import memory
+from dilated_attention_pytorch import memory, progress
 from dilated_attention_pytorch.training import RunError
 from dilated_attention_pytorch.training.data import sources
 from dilated_attention_pytorch.training.data.corpus import SEPARATOR, Text, read_corpus
@@ -115,8 +115,8 @@ def test_files_of_the_kernel_are_empty_whatever_reading_them_would_give() -> Non
 
 def test_how_far_it_is_is_said_where_reading_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _texts(tmp_path, 7)
-    clock = itertools.count(0.0, 3.0)  # three seconds pass between two looks at it
-    monkeypatch.setattr(sources.time, "monotonic", lambda: next(clock))
+    clock = itertools.count(0.0, 6.0)  # six seconds pass between two looks at it
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     said: list[str] = []
     read_corpus([tmp_path], say=said.append)
     assert said
@@ -125,7 +125,7 @@ def test_how_far_it_is_is_said_where_reading_takes_long(tmp_path: Path, monkeypa
     assert counts == sorted(counts)
     assert counts[-1] > 1
     quiet: list[str] = []
-    monkeypatch.setattr(sources.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
     read_corpus([tmp_path], say=quiet.append)
     assert not quiet
 

@@ -8,7 +8,6 @@ import hashlib
 import os
 import stat
 import sysconfig
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import in_bytes
+from dilated_attention_pytorch.progress import Pace
 
 from .records import are_records, check_regular, compression_of, files_of_records, readable, records, unreadable
 
@@ -30,7 +30,6 @@ _LONGEST_CHUNK = 4 * CHUNK_BYTES
 """Maximum chunk size in bytes within a single line."""
 _HELD_OUT_PARTS = 20
 """One in this many documents is held out."""
-_SILENT_SECONDS = 5.0
 _SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 EMPTY, NO_TEXT, IRREGULAR, GONE = "empty", "not UTF-8 text", "no regular files", "gone while the folder was read"
@@ -50,17 +49,16 @@ class Progress:
 
     def __init__(self, say: Say | None) -> None:
         self._say = say
-        self._said_at = time.monotonic()
+        self._pace = Pace()
 
     def is_due(self) -> bool:
         """Whether it is time for a message."""
-        return self._say is not None and time.monotonic() - self._said_at > _SILENT_SECONDS
+        return self._say is not None and self._pace.is_due()
 
     def tell(self, words: str) -> None:
-        """Say ``words`` now."""
+        """Say ``words``, as it is time."""
         assert self._say is not None
         self._say(words)
-        self._said_at = time.monotonic()
 
 
 class Split:
