@@ -97,7 +97,10 @@ def _by_name(kind: type[_Config]) -> type[_Config]:
 
 
 class AttentionConfig:
-    """What the configurations have in common: a dict, TOML, and the module's keywords."""
+    """What the configurations have in common: a dict, TOML, and the module's keywords.
+
+    Creating one raises TypeError or ValueError for a field that is unknown, missing, of the wrong type or out of range.
+    """
 
     __slots__ = ()
     _module: ClassVar[str]
@@ -187,7 +190,7 @@ class DilatedAttentionConfig(AttentionConfig):
     """The configuration of a :class:`DilatedAttention`: types "auto", "standard" and "improved".
 
     Raises:
-        TypeError, ValueError: a field is unknown, missing, of the wrong type or out of range.
+        TypeError, ValueError: as any configuration: a field is unknown, missing, of the wrong type or out of range.
 
     >>> from dilated_attention_pytorch.core import DilatedAttentionConfig, create_dilated_attention
     >>> config = DilatedAttentionConfig(segment_lengths=[2048, 4096], dilation_rates=[1, 2], dropout=0.1)
@@ -220,7 +223,7 @@ class DilatedAttentionConfig(AttentionConfig):
 @_by_name
 @dataclass(kw_only=True, slots=True)
 class RingAttentionConfig(DilatedAttentionConfig):
-    """The configuration of a :class:`parallel.RingDilatedAttention`: type "ring"; errors as above.
+    """The configuration of a :class:`parallel.RingDilatedAttention`: type "ring".
 
     >>> from dilated_attention_pytorch.core import RingAttentionConfig, create_ring_attention
     >>> config = RingAttentionConfig(segment_lengths=[16, 64], dilation_rates=[1, 4], ring_size=1)
@@ -243,7 +246,7 @@ class RingAttentionConfig(DilatedAttentionConfig):
 @_by_name
 @dataclass(kw_only=True, slots=True)
 class DistributedAttentionConfig(DilatedAttentionConfig):
-    """The configuration of a :class:`parallel.DistributedDilatedAttention`: type "distributed"; errors as above."""
+    """The configuration of a :class:`parallel.DistributedDilatedAttention`: type "distributed"."""
 
     _module: ClassVar[str] = "parallel:DistributedDilatedAttention"
 
@@ -262,7 +265,7 @@ class DistributedAttentionConfig(DilatedAttentionConfig):
 @_by_name
 @dataclass(kw_only=True, slots=True)
 class SparseAttentionConfig(AttentionConfig):
-    """The configuration of a :class:`PatternAttention`: type "block_sparse"; errors as above.
+    """The configuration of a :class:`PatternAttention`: type "block_sparse".
 
     >>> from dilated_attention_pytorch.core import SparseAttentionConfig
     >>> SparseAttentionConfig.from_dict({"pattern": "local_window(127) + strided_blocks(8)"}).pattern.density(4096)
@@ -284,7 +287,7 @@ class SparseAttentionConfig(AttentionConfig):
 @_by_name
 @dataclass(kw_only=True, slots=True)
 class DynamicAttentionConfig(AttentionConfig):
-    """The configuration of a :class:`DynamicDilatedAttention`: type "dynamic"; errors as above."""
+    """The configuration of a :class:`DynamicDilatedAttention`: type "dynamic"."""
 
     _module: ClassVar[str] = "nn:DynamicDilatedAttention"
 
@@ -309,7 +312,7 @@ class DynamicAttentionConfig(AttentionConfig):
 @_by_name
 @dataclass(kw_only=True, slots=True)
 class AdaptiveAttentionConfig(AttentionConfig):
-    """The configuration of an :class:`AdaptiveBlockAttention`: type "adaptive"; errors as above."""
+    """The configuration of an :class:`AdaptiveBlockAttention`: type "adaptive"."""
 
     _module: ClassVar[str] = "nn:AdaptiveBlockAttention"
 
@@ -342,7 +345,7 @@ class AdaptiveAttentionConfig(AttentionConfig):
 @_by_name
 @dataclass(kw_only=True, slots=True)
 class MultiheadConfig(AttentionConfig):
-    """The projections around a module of any other configuration: :class:`MultiheadPatternAttention`; errors as above.
+    """The projections around a module of any other configuration: :class:`MultiheadPatternAttention`.
 
     >>> from dilated_attention_pytorch.core import MultiheadConfig, create_multihead_dilated_attention
     >>> attention = create_multihead_dilated_attention(
@@ -401,8 +404,8 @@ def _device(device: Any) -> torch.device | None:
     if device is None or isinstance(device, torch.device):
         return device
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
+        return torch.device(str(device))
+    except RuntimeError:
         raise ValueError(f'device must be a device such as "cuda:0" or "cpu", or None, got {device!r}') from None
 
 
