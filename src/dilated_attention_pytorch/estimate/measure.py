@@ -256,30 +256,6 @@ def _sheet_of(hardware: Hardware, flops: dict[str, float]) -> DataSheet:
     )
 
 
-def sheet_here(device: str, precision: str) -> DataSheet:
-    """This machine with its free memory and its rate of matrix products, which is measured in tenths of a second."""
-    hardware, dtype = read_hardware(device), computing_dtype(precision)
-    rate = _product_rate(Measurements.of(hardware), torch.device(device), dtype)
-    return _sheet_of(hardware, {precision: rate})
-
-
-def _product_rate(measured: Measurements, device: torch.device, dtype: torch.dtype) -> float:
-    return measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(device, dtype)])[0]
-
-
-def _sheet_of(hardware: Hardware, flops: dict[str, float]) -> DataSheet:
-    return DataSheet(
-        name="this machine",
-        family=hardware.architecture,
-        memory_bytes=hardware.free_bytes,
-        bytes_per_second=hardware.bytes_per_second,
-        flops=flops,
-        processors=hardware.processors,
-        watts=0.0,
-        link="",
-    )
-
-
 def step_seconds(settings: TrainSettings, device: str) -> list[float]:
     """Median seconds of a few steps of a new model after a warm-up step: of its gradients, and of its optimizer.
 
