@@ -638,7 +638,7 @@ TABLE: dict[str, list[Row]] = {
         Row("info --json", "info has no flag --json; dilated-attention info --help-all lists its flags"),
         Row("info gpu", "info takes no words without a flag, got 'gpu'; leave it out, or name its flag"),
         Row("help nothing", "there is no command nothing; choose one of train, extend, generate, embed, finetune, heatmap, eval, report, diagnose, tokenizer, bench, profile, tune, plan, show, build, info"),
-        Row("--print-completion powershell", "--print-completion takes one of bash, zsh, fish, tcsh, got powershell"),
+        Row("--print-completion powershell", "--print-completion takes one of bash, zsh, fish, got powershell"),
     ],
 }  # fmt: skip
 

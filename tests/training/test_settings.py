@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,10 @@ def test_heads_over_all_processes_and_over_some_of_them_exclude_each_other() -> 
 def test_an_unknown_key_is_an_error() -> None:
     with pytest.raises(TypeError, match="stepz"):
         TrainSettings.from_dict(PRESETS["tiny"]().to_dict() | {"stepz": 3})
+
+
+def test_settings_that_an_earlier_version_wrote_are_read() -> None:
+    settings = dataclasses.replace(PRESETS["tiny"](), data=(Path("a"), Path("b")), data_weights=(0.7, 0.3))
+    values = settings.to_dict()
+    values["weights"] = values.pop("data_weights")
+    assert TrainSettings.from_dict(values).data_weights == settings.data_weights

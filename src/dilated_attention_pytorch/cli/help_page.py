@@ -53,8 +53,8 @@ def top_page() -> str:
             lines += _entry(f"  {command}", descriptions()[command]["summary"], width, 14)
     lines += ["", "examples:", *(f"  {example}" for example in _TOP_EXAMPLES), ""]
     lines += _filled(
-        f"{PROGRAM} COMMAND --help explains a command. --version prints the version; --print-completion bash, zsh, "
-        "fish or tcsh prints a script that completes commands and flags.",
+        f"{PROGRAM} COMMAND --help explains a command. --version prints the version; --print-completion bash, zsh "
+        "or fish prints a script that completes commands and flags.",
         width,
     )
     return "\n".join(lines)

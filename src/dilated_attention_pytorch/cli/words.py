@@ -14,7 +14,7 @@ from .help_page import PROGRAM, descriptions, negated, page, top_page
 from .names import OTHER_COMMANDS, OTHER_NAMES, REFUSED, nearest
 from .values import wrong_value
 
-SHELLS = ("bash", "zsh", "fish", "tcsh")
+SHELLS = ("bash", "zsh", "fish")
 COMPLETION = "--print-completion"
 _INPUTS = ("model", "run", "run-dir", "input", "inputs", "file", "path", "folder", "slides", "features", "labels")
 _HELP, _HELP_ALL = ("-h", "--help"), ("-H", "--help-all")
