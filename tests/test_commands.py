@@ -185,9 +185,9 @@ COMMANDS = pages.commands()
 def test_a_command_has_a_row_and_what_it_names_exists(command: Command) -> None:
     from dilated_attention_pytorch.cli.command import _parse
 
-    # What ends with help, or reads the configuration of a page, is run; the others are parsed as they stand.
+    # What ends with help, or reads a file or a folder while it is parsed, is run; the others are parsed as they stand.
     row = row_of(command)
-    if row.why in (OTHERS, NO_COMMAND, A_NAME) or {"--help", "--config"} & {*command.words}:
+    if row.why in (OTHERS, NO_COMMAND, A_NAME) or {"--help", "--config", "--init-from"} & {*command.words}:
         return
     words = command.words
     match words:
