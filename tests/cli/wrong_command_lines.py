@@ -422,7 +422,12 @@ TABLE: dict[str, list[Row]] = {
         Row("generate {}/finished --prompt x --seed -1", "seed must be at least 0, got -1"),
         Row("generate {}/finished --prompt x --seed 99999999999999999999", "seed must be at most 4294967295, got 99999999999999999999"),
         Row("generate {}/finished --prompt x --top-k 0", "top_k must be at least 1, got 0"),
-        Row("generate {}/extension --prompt x", "{}/extension holds no trained model: neither model.safetensors nor a"),
+        Row("generate {}/short --prompt x", "{}/short holds a model of type 'llama' without a pattern; name the --output of a"),
+        Row("train --preset tiny --init-from {}/short --output {}/new", "--init-from {}/short: foreign checkpoint: {}/short/config.json describes a model of type 'llama'"),
+        Row("train --preset tiny --init-from {}/nothing --output {}/new", "--init-from {}/nothing: {}/nothing is not a run folder: there is no such folder"),
+        Row("train --preset tiny --init-from {}/finished --model.num-layers 3 --output {}/new", "do not fit the model of this run: --model.num-layers 2 there and 3 here"),
+        Row("train --preset tiny --init-from {}/flipped --output {}/new", "its bytes are not those that were written (SHA-256); copy it again"),
+        Row("generate {}/extension --prompt x", "training.json describes no run ('length'); name the --output of a `train` or"),
     ],
     "where figures go": [
         Row(f"{TRAIN} --track comet", "--track must be one of tensorboard, wandb, mlflow, prometheus, got 'comet'"),

@@ -270,7 +270,9 @@ def test_a_finished_run_is_trained_longer_with_its_stages_where_they_were(
     assert dataclasses.replace(outcome, run=at_once.run) == at_once
     assert_same_weights(run, at_once.run)
     assert record_of(outcome)["steps_changed"] == [{"at": 8, "from": 8, "to": 12, "trained": trained}]
-    with pytest.raises(RunError, match=r"--steps 11 is the number that the whole run is to have, .* 12 already"):
+    main(["extend", "--resume", str(run), "--steps", "13"])
+    assert [change["to"] for change in record_of(outcome)["steps_changed"]] == [12, 13]
+    with pytest.raises(RunError, match=r"--steps 11 is the number that the whole run is to have, .* 13 already"):
         resume_extension(run, quiet(), 11)
 
 
