@@ -28,7 +28,8 @@ TYRO_FLAG = re.compile(r"(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)")
 
 
 def written() -> str:
-    return json.dumps(describe(), indent=1, ensure_ascii=False) + "\n"
+    """The file: a line for every flag."""
+    return re.sub(r', (?=\{"name"|"[a-z]+": \{"summary")', ",\n", json.dumps(describe(), ensure_ascii=False)) + "\n"
 
 
 def printed(*line: str, code: int = 0) -> str:
