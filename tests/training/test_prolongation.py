@@ -159,6 +159,15 @@ def test_a_number_of_steps_that_a_run_cannot_have_is_refused_and_changes_nothing
     assert (run / "model.safetensors").exists()
 
 
+def test_a_finished_run_keeps_its_weights_if_its_last_checkpoint_is_damaged(run: Path) -> None:
+    weights = (run / "model.safetensors").read_bytes()
+    with (run / "checkpoint-9" / "optimizer.pt").open("r+b") as file:
+        file.write(b"damaged")
+    with pytest.raises(RunError, match=r"newest intact checkpoint is that of step \d; .*--init-from .*run$"):
+        resume(run, quiet(), {"steps": 14})
+    assert (run / "model.safetensors").read_bytes() == weights
+
+
 def test_steps_that_the_stages_divide_are_for_stages(texts: Path) -> None:
     with pytest.raises(ValueError, match=r"stage_steps is for a run with stages\.lengths, got 5; leave it out"):
         tiny_settings(texts, stage_steps=5)

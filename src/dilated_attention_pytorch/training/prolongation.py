@@ -47,7 +47,7 @@ def change_steps(run: OpenRun, settings: TrainSettings | ExtensionSettings, comm
         command: command that starts such runs.
 
     Raises:
-        RunError: the run has taken as many steps already.
+        RunError: the run has taken as many steps already, or is finished and its last checkpoint is not intact.
     """
     before = run.record["settings"]["steps"]
     if settings.steps == before:
@@ -56,6 +56,13 @@ def change_steps(run: OpenRun, settings: TrainSettings | ExtensionSettings, comm
         raise RunError(
             f"--steps {settings.steps} is the number that the whole run is to have, and {run.folder} has taken "
             f"{run.step} already; name a larger one"
+        )
+    weights = run.folder / WEIGHTS_NAME
+    if weights.exists() and run.step < before:
+        raise RunError(
+            f"--steps {settings.steps}: {run.folder} was finished after {before} steps, and its newest intact "
+            f"checkpoint is that of step {run.step}; nothing was changed. Train on from the finished weights in a new "
+            f"run: --init-from {run.folder}"
         )
 
     def write() -> None:
