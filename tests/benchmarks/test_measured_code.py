@@ -35,6 +35,8 @@ OF_NO_FIGURE = {
     "machine.py",  # names the machine
     "output.py",
     "parent.py",
+    "progress.py",
+    "readable.py",
 }
 """What the code of a group imports, and no figure depends on."""
 ELSEWHERE = {

@@ -380,7 +380,7 @@ TABLE: dict[str, list[Row]] = {
         Row("extend --model {}/short --context-length 64 --steps 0 --output {}/new", "steps must be at least 1, got 0"),
         Row("extend --model {}/short --context-length 64 --rotary x --output {}/new", "--rotary must be one of yarn, linear, ntk, none, got 'x'"),
         Row("extend --model {}/short --context-length 64 --stages 16 8 64 --output {}/new", "stages must rise and end with the context_length 64, which the model is to read, got"),
-        Row("extend --model {}/short --context-length 64 --steps 1 --stages 16 32 64 --output {}/new", "stages must be no more than the 1 steps, got 3"),
+        Row("extend --model {}/short --context-length 64 --steps 1 --stages 16 32 64 --output {}/new", "stages must have a step each, got 3 that end after the steps 1, 1, 1"),
         Row("extend --model {}/short --context-length 64 --batch-tokens 8 --output {}/new", "batch_tokens must hold one window of 64 tokens, got 8; leave it out"),
         Row("extend --model {}/short --context-length 64 --packing documents --output {}/new", "extend has no flag --packing; it is one of train, plan."),
         Row("extend --model {}/finished --context-length 512 --output {}/new", "--model {}/finished: longnet-dilated has no max_position_embeddings, so its"),
@@ -427,7 +427,7 @@ TABLE: dict[str, list[Row]] = {
         Row("train --preset tiny --init-from {}/nothing --output {}/new", "--init-from {}/nothing: {}/nothing is not a run folder: there is no such folder"),
         Row("train --preset tiny --init-from {}/finished --model.num-layers 3 --output {}/new", "do not fit the model of this run: --model.num-layers 2 there and 3 here"),
         Row("train --preset tiny --init-from {}/flipped --output {}/new", "its bytes are not those that were written (SHA-256); copy it again"),
-        Row("generate {}/extension --prompt x", "training.json describes no run ('length'); name the --output of a `train` or"),
+        Row("generate {}/extension --prompt x", "training.json describes no run ('context_length'); name the --output of a `train` or"),
     ],
     "where figures go": [
         Row(f"{TRAIN} --track comet", "--track must be one of tensorboard, wandb, mlflow, prometheus, got 'comet'"),

@@ -96,7 +96,7 @@ def make_world(folder: Path) -> World:
     longer = ExtensionSettings(
         model=str(folder / "short"),
         data=(texts,),
-        length=64,
+        context_length=64,
         steps=8,
         save_steps=3,
         log_steps=1,

@@ -40,8 +40,10 @@ def check_call(call: Call) -> None:
             "pattern must be a Pattern such as DilatedPattern([2048, 4096], [1, 2]), "
             f"got {pattern!r} of type {type(pattern).__name__}"
         )
-    check_switch("is_causal", is_causal)
-    check_scale("scale", scale)
+    if not isinstance(is_causal, bool):
+        check_switch("is_causal", is_causal)
+    if scale is not None:
+        check_scale("scale", scale)
     of_scores = accumulation_dtype(query.dtype)
     largest = torch.finfo(of_scores).max / 4
     if scale is not None and abs(scale) > largest:
