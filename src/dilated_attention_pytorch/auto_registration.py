@@ -21,21 +21,25 @@ def register_with_models() -> None:
     if _AUTO_CLASSES in sys.modules:
         _register()
     else:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _AutoClassesFinder())
 
 
-class _Finder(MetaPathFinder):
-    """Lets the other finders find the module, and has it followed by the registration, once."""
+class _AutoClassesFinder(MetaPathFinder):
+    """Lets the other finders find the module, and registers after its execution."""
 
-    _is_waiting = True
+    _is_asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _AUTO_CLASSES or not self._is_waiting:
+        if fullname != _AUTO_CLASSES or self._is_asking:
             return None
-        self._is_waiting = False
-        spec = importlib.util.find_spec(fullname)
+        # A spec may be found without being executed, so every one that is found registers.
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

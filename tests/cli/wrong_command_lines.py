@@ -123,7 +123,7 @@ TABLE: dict[str, list[Row]] = {
         Row("bench --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
         Row("tune --threads 100000 --output {}/new", "--threads must be at most 1,024, got 100000; this machine has"),
         Row("show local_window(1) --heads 10000000000", "--heads must be at most 4,096, got 10000000000"),
-        Row("show local_window(1) --heads 65 --output-file {}/new.png", "--heads must be at most 64 beside it, got 65"),
+        Row("show local_window(1) --heads 65 --output-file {}/new.png", "--heads must be at most 64, got 65"),
         Row("show local_window(1) --sequence-length 10000000000", "sequence_length must be at most 2,147,483,648, so that"),
         Row("show random_blocks(0.1) --sequence-length 1000000000", "make 61,035,156,250,000 pairs of blocks, and"),
         Row(f"{TRAIN} --steps 1000000000000000000000000000000", "must be at most 281,474,976,710,656, got 2,000,000,000"),

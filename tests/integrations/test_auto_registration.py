@@ -48,6 +48,9 @@ for folder in Path(sys.argv[1]).iterdir():
         "from dilated_attention_pytorch import attend\nfrom transformers import AutoModelForCausalLM",
         "from transformers import AutoModelForCausalLM\nimport dilated_attention_pytorch",
         "import dilated_attention_pytorch\nfrom transformers import LlamaForCausalLM, AutoModelForCausalLM",
+        # A program that asks whether the module is there, before it imports it.
+        "import dilated_attention_pytorch\nfrom importlib.util import find_spec\n"
+        "assert find_spec('transformers.models.auto.modeling_auto')\nfrom transformers import AutoModelForCausalLM",
     ],
 )
 def test_a_saved_model_loads_after_the_imports_in_any_order(folder: Path, imports: str) -> None:

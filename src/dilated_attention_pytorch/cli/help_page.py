@@ -143,7 +143,7 @@ def _short(text: str) -> str:
 
 
 def _entry(left: str, text: str, width: int, column: int) -> list[str]:
-    """A flag with its explanation beside it, or below one that is long."""
+    """A flag, then its explanation: on the same line, or below a long flag."""
     column = min(column, width // 2)
     wrapped = textwrap.wrap(text, width - column, break_long_words=False, break_on_hyphens=False) or [""]
     if len(left) + 2 <= column:

@@ -94,8 +94,7 @@ class Show:
             raise RunError(f"--output-file {self.output_file}: pictures end in .{', .'.join(sorted(kinds))}")
         if self.heads > _MOST_PANELS:
             raise RunError(
-                f"--output-file draws a panel for every head: --heads must be at most {_MOST_PANELS} beside it, got "
-                f"{self.heads}"
+                f"--output-file draws a panel for every head: --heads must be at most {_MOST_PANELS}, got {self.heads}"
             )
         check_new_file(self.output_file)
 

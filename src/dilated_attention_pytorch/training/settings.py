@@ -46,7 +46,7 @@ class TrainSettings(RunSettings):
     init_from: Path | None = None
     """Folder whose weights the new run begins with: a run folder of train, or a saved LongNet (config.json and
     model.safetensors). On the command line its sizes and its tokenizer are the defaults. The pattern may be another
-    one; the optimizer and the schedule begin anew. Default: random weights."""
+    one; the optimizer and the schedule start over. Default: random weights."""
     tokenizer: Path | None = None
     """Byte-level tokenizer: tokenizer.json, or a folder with it. `dilated-attention tokenizer` writes one. On the
     command line --model.vocab-size is its number of tokens. Default: one token per byte."""
