@@ -39,11 +39,11 @@ def _settings(model: dict[str, Any], **changes: Any) -> TrainSettings:
     [
         {},
         {"activation": "gelu", "num_kv_heads": 1},
-        {"gradient_checkpointing": True, "checkpoint_every": 2},
+        {"gradient_checkpointing": True, "checkpoint_every": 2, "head_gates": True, "key_convolution": 3},
         {"vocab_size": 20011, "gradient_checkpointing": True},
         {"gradient_checkpointing": True, "dropout": 0.1},
     ],
-    ids=["plain", "other model", "recomputed", "loss by blocks", "recomputed with dropout"],
+    ids=["plain", "other model", "recomputed with gates", "loss by blocks", "recomputed with dropout"],
 )
 def test_a_step_has_the_operations_that_pytorch_counts(model: dict[str, Any]) -> None:
     settings = _settings(model, gradient_accumulation=2)

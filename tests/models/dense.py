@@ -39,16 +39,41 @@ class Dense:
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.embed_dim // self.config.num_heads))
 
-    def turned(self, x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        speed = self.config.rope_theta ** -(torch.arange(half).double() / half)
+    def turned(self, layer: int, x: Tensor) -> Tensor:
+        half, thetas = x.shape[-1] // 2, list(self.config.layer_rope_thetas) or [self.config.rope_theta]
+        theta = thetas[layer % len(thetas)]
+        if theta == 0:
+            return x
+        speed = theta ** -(torch.arange(half).double() / half)
         angles = torch.arange(x.shape[1]).double()[:, None] * speed
         pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.cat([pairs.real, pairs.imag], dim=-1)
 
-    def attention(self, name: str, q: Tensor, k: Tensor, v: Tensor, counts: Counts) -> Tensor:
+    def scaled(self, layer: int, q: Tensor) -> Tensor:
+        lengths = list(self.config.layer_scale_lengths) or [0]
+        length = lengths[layer % len(lengths)]
+        if length == 0:
+            return q
+        factors = [max(1.0, math.log(position + 1) / math.log(length)) for position in range(q.shape[1])]
+        return q * torch.tensor(factors, dtype=torch.float64)[:, None, None]
+
+    def mixed(self, name: str, k: Tensor) -> Tensor:
+        if self.config.shifted_keys:
+            return functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
+        if self.config.key_convolution == 1:
+            return k
+        kernel = self.weight(f"{name}.key_convolution.weight").flatten(0, 1).flip(1)[:, None]
+        channels = functional.pad(k.flatten(2).transpose(1, 2), (kernel.shape[2] - 1, 0))
+        return functional.conv1d(channels, kernel, groups=kernel.shape[0]).transpose(1, 2).unflatten(2, k.shape[2:])
+
+    def attention(
+        self, name: str, q: Tensor, k: Tensor, v: Tensor, counts: Counts, gates: Tensor | None = None
+    ) -> Tensor:
         out, _ = oracle.dense_attention(q, k, v, *counts, 1 / math.sqrt(q.shape[-1]))
-        return self.norm(out.flatten(2), f"{name}.inner_layernorm") @ self.weight(f"{name}.out_proj.weight").T
+        joined = self.norm(out.flatten(2), f"{name}.inner_layernorm")
+        if gates is not None:
+            joined = joined * gates.repeat_interleave(q.shape[-1], dim=-1)
+        return joined @ self.weight(f"{name}.out_proj.weight").T
 
     def counts(self, layer: int, batch: int, rows: int, *, is_causal: bool) -> Counts:
         config = self.config
@@ -72,10 +97,12 @@ class Dense:
         name = f"blocks.{layer}"
         normed = self.norm(x, f"{name}.attention_layernorm")
         q, k, v = (self.heads(normed @ self.weight(f"{name}.attention.{one}_proj.weight").T) for one in "qkv")
-        if self.config.shifted_keys:
-            k = functional.pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
+        gates = None
+        if self.config.head_gates:
+            gates = 2 / (1 + torch.exp(-normed @ self.weight(f"{name}.head_gates.proj.weight").T))
+        q, k = self.scaled(layer, self.turned(layer, q)), self.turned(layer, self.mixed(name, k))
         counts = self.counts(layer, *x.shape[:2], is_causal=is_causal)
-        x = x + self.attention(f"{name}.attention", self.turned(q), self.turned(k), v, counts)
+        x = x + self.attention(f"{name}.attention", q, k, v, counts, gates)
         if states is not None:
             assert seen is not None
             normed, cross = self.norm(x, f"{name}.cross_attention_layernorm"), f"{name}.cross_attention"

@@ -55,7 +55,11 @@ def with_drawn_norms(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("changes", [{}, {"offset_rule": "block", "num_kv_heads": 2}, WINDOW], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"offset_rule": "block", "num_kv_heads": 2}, {**WINDOW, "head_gates": True, "layer_rope_thetas": [0, 1e4]}],
+    ids=str,
+)
 @pytest.mark.parametrize("takes_tokens", [True, False])
 def test_the_encoder_equals_its_definition(
     takes_tokens: bool, changes: dict[str, Any], make_config: MakeConfig
@@ -73,7 +77,10 @@ def test_the_encoder_equals_its_definition(
 
 @pytest.mark.parametrize("cross", [None, (3, 5)])
 def test_the_encoder_decoder_equals_its_definition(cross: tuple[int, int] | None, make_config: MakeConfig) -> None:
-    of_source, of_target = make_config(), make_config(embed_dim=36 if cross is None else 60, tie_embeddings=False)
+    of_source = make_config(head_gates=True)
+    of_target = make_config(
+        embed_dim=36 if cross is None else 60, tie_embeddings=False, head_gates=True, layer_scale_lengths=[6]
+    )
     options = {} if cross is None else {"cross_pattern": local_window(*cross)}
     model = LongNetEncoderDecoder(of_source, of_target, **options).double()
     weights = with_drawn_norms(model)
@@ -235,6 +242,9 @@ def test_what_an_encoder_does_not_have_is_refused(make_config: MakeConfig) -> No
     for wrong in ((True, False), (False, True)):
         with pytest.raises(NotImplementedError, match=r"shifted_keys is supported by .*LongNetLM only: .* got True"):
             LongNetEncoderDecoder(*(make_config(shifted_keys=is_shifted) for is_shifted in wrong))
+    for field, value in (("key_convolution", 2), ("layer_scale_lengths", [9])):
+        with pytest.raises(NotImplementedError, match=rf"{field} is supported by the causal LongNetLM only"):
+            LongNetEncoder(make_config(**{field: value}))
     with pytest.raises(ValueError, match=r"has_embedding=False\): pass inputs_embeds, got input_ids"):
         LongNetEncoder(make_config(), has_embedding=False)(tokens(1, 5))
     model = LongNetEncoderDecoder(make_config(), make_config())

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from dilated_attention_pytorch import attend
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
+from dilated_attention_pytorch.models.previous_keys import rows_before
 from models.dense import Dense
 
 TOLERANCE = 1e-12  # float64, logits of order one, a few hundred roundings
@@ -157,7 +158,8 @@ def test_every_so_manieth_block_is_computed_again_and_the_gradients_stay(make_mo
 @pytest.mark.parametrize("gradient_checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_training_forward_compiles_as_one_graph(make_model: Any, gradient_checkpointing: bool) -> None:
     torch.compiler.reset()
-    model = make_model(gradient_checkpointing=gradient_checkpointing, shifted_keys=True).train()
+    hybrid = {"head_gates": True, "key_convolution": 3, "layer_scale_lengths": [9, 0], "layer_rope_thetas": [0, 1e4]}
+    model = make_model(gradient_checkpointing=gradient_checkpointing, **hybrid).train()
     ids = tokens(2, 61)
     expected = gradients(model, ids, model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -200,9 +202,15 @@ def test_positions_can_be_given(make_model: Any) -> None:
     assert (model(ids, positions=2 * torch.arange(31)) - model(ids)).abs().max() > 1e-3
 
 
-def test_shifted_keys_refuse_rows_without_the_row_before_them(make_model: Any) -> None:
-    with pytest.raises(NotImplementedError, match=r"shifted_keys needs the row before each row.*got positions"):
-        make_model(shifted_keys=True)(tokens(1, 31), positions=torch.arange(31))
+@pytest.mark.parametrize(("changes", "count"), [({"shifted_keys": True}, 1), ({"key_convolution": 3}, 2)])
+def test_keys_of_several_rows_need_the_rows_before_a_shard(
+    make_model: Any, changes: dict[str, Any], count: int
+) -> None:
+    model, ids, positions = make_model(**changes), tokens(1, 31), torch.arange(31)
+    with pytest.raises(NotImplementedError, match=rf"read up to {count} rows before each row.*got positions"):
+        model(ids, positions=positions)
+    model.previous_rows = rows_before
+    torch.testing.assert_close(model(ids, positions=positions), model(ids), atol=0, rtol=0)
 
 
 def test_a_fresh_model_predicts_about_nothing() -> None:

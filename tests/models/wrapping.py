@@ -115,6 +115,10 @@ CASES: dict[str, Case] = {
         lambda device: LongNetLM(config(tie_embeddings=False, shifted_keys=True), device=device),
         lambda module: module(IDS),
     ),
+    "LongNetLM, gates and convolved keys": Case(
+        lambda device: LongNetLM(config(head_gates=True, key_convolution=3), device=device),
+        lambda module: module(IDS),
+    ),
     "LongNetForCausalLM": causal_lm(tied=True),
     "LongNetForCausalLM, untied": causal_lm(tied=False),
     "LongNetEncoder": Case(lambda device: LongNetEncoder(config(), device=device), lambda module: module(IDS)),

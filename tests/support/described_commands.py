@@ -31,7 +31,8 @@ _MODEL_GROUP = (
     "context_length* model.embed_dim* model.num_layers* model.num_heads* model.segment_lengths* model.dilation_rates* "
     "model.layer_patterns model.gradient_checkpointing* model.vocab_size model.num_kv_heads model.ffn_dim "
     "model.activation model.offset_rule model.layer_segment_shifts model.dropout model.attention_dropout "
-    "model.rope_theta model.shifted_keys model.layernorm_eps model.tie_embeddings model.checkpoint_every"
+    "model.rope_theta model.layer_rope_thetas model.layer_scale_lengths model.head_gates model.key_convolution "
+    "model.shifted_keys model.layernorm_eps model.tie_embeddings model.checkpoint_every"
 )
 _STAGES = "stages.lengths stages.fractions stages.windows stages.learning_rates stages.patterns"
 _DATA = "data* tokenizer* data_weights text_field cache packing max_tokens max_batch_size file_start_fraction workers"

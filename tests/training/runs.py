@@ -99,7 +99,10 @@ def tiny_settings(data: Path, **changes: Any) -> TrainSettings:
 
 
 def small_settings(texts: Path, **changes: Any) -> TrainSettings:
-    """Grouped heads, groups below, at and above the rows of a process, and a length that 4 processes do not divide."""
+    """Grouped heads, groups below, at and above the rows of a process, and a length that 4 processes do not divide.
+
+    Keys are made of rows of other processes too, and layers have positions, scales and gates of their own.
+    """
     recomputing, dropout = changes.pop("recomputing", False), changes.pop("dropout", 0.0)
     embed_dim, ffn_dim = changes.pop("widths", (32, 56))
     model = LongNetConfig(
@@ -111,6 +114,10 @@ def small_settings(texts: Path, **changes: Any) -> TrainSettings:
         segment_lengths=(13, 48, 97),
         dilation_rates=(1, 2, 3),
         layer_segment_shifts=(0, 24),
+        layer_rope_thetas=(0.0, 1e4),
+        layer_scale_lengths=(20, 0),
+        head_gates=True,
+        key_convolution=3,
         gradient_checkpointing=recomputing,
         dropout=dropout,
     )

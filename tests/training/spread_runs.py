@@ -212,7 +212,8 @@ def _record_split(folder: Path) -> None:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     differences = []
-    for changes in ({"activation": "gelu"}, {"tie_embeddings": False, "num_kv_heads": 4}):
+    hybrid = {"head_gates": True, "key_convolution": 3, "layer_scale_lengths": (5, 0)}
+    for changes in ({"activation": "gelu"}, {"tie_embeddings": False, "num_kv_heads": 4, **hybrid}):
         torch.manual_seed(0)
         config = LongNetConfig(
             **{

@@ -49,14 +49,6 @@ def test_processes_that_do_not_fit_are_refused(changes: dict[str, Any], num_proc
         check_processes(dataclasses.replace(PRESETS["tiny"](), **changes), num_processes)
 
 
-def test_rows_without_the_row_before_them_are_refused() -> None:
-    settings = PRESETS["tiny"]()
-    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, shifted_keys=True))
-    check_processes(settings, 2)
-    with pytest.raises(RunError, match=r"--model\.shifted-keys takes the key .* with --context-parallel 2"):
-        check_processes(dataclasses.replace(settings, context_parallel=2), 2)
-
-
 @pytest.mark.parametrize(
     ("changes", "num_processes"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -57,9 +56,6 @@ def test_the_first_way_that_fits_is_taken_and_the_others_are_named(monkeypatch: 
     monkeypatch.setattr(parallel_choice, "free_memory", lambda where: needed[-1] - 1)
     chosen, reason = choose_parallel(settings, "cpu", 4)
     assert chosen.context_parallel == 4
-    model = dataclasses.replace(settings.model, shifted_keys=True)
-    chosen, _ = choose_parallel(dataclasses.replace(settings, model=model), "cpu", 4)
-    assert (chosen.context_parallel, chosen.data_parallel) == (1, "fsdp")
     assert "though nothing is sure to fit: ddp would take" in reason
     with pytest.raises(ValueError, match='parallel "auto" chooses data_parallel and context_parallel itself'):
         small_settings(Path("x"), parallel="auto", data_parallel="fsdp")

@@ -257,4 +257,5 @@ def block_matrices(model: LongNetConfig) -> list[tuple[int, int]]:
     width, inner = model.embed_dim, model.ffn_dim
     key_width = math.prod(heads_of(model))
     first = 2 * inner if model.activation == "swiglu" else inner
-    return [(width, width + 2 * key_width), (width, width), (width, first), (inner, width)]
+    gates = [(width, model.num_heads)] if model.head_gates else []
+    return [(width, width + 2 * key_width), *gates, (width, width), (width, first), (inner, width)]

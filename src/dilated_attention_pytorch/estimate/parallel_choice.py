@@ -57,9 +57,8 @@ def _ways(settings: TrainSettings, processes: int) -> Iterator[TrainSettings]:
     yield manual
     if processes == 1:
         return
-    shares_no_text = settings.max_tokens or settings.model.shifted_keys
     context = 1
-    while context <= (1 if shares_no_text else processes):
+    while context <= (1 if settings.max_tokens else processes):
         if processes % context == 0:
             yield dataclasses.replace(manual, context_parallel=context, data_parallel="fsdp")
         context *= 2

@@ -173,7 +173,7 @@ def _traced(passes: _Passes, is_training: bool, num_layers: int, length: int) ->
     near_layers = _period(model) + 1
     near_phases = {}
     for (name, number), series in trace_step(settings, is_training=is_training).items():
-        # Blocks repeat with the period of the recomputation, except the first and the last.
+        # Blocks repeat with this period, except the first and the last.
         is_loss = name.startswith("loss")
         near = _LOSS_BLOCKS_AT_EITHER_END if is_loss else near_layers
         last = num_blocks if is_loss else num_layers - 1
@@ -185,5 +185,6 @@ def _traced(passes: _Passes, is_training: bool, num_layers: int, length: int) ->
 
 
 def _period(model: LongNetConfig) -> int:
-    """Period in layers of the recomputation."""
-    return model.checkpoint_every if model.gradient_checkpointing else 1
+    """Period in layers of the recomputation and of the positions."""
+    recomputation = model.checkpoint_every if model.gradient_checkpointing else 1
+    return math.lcm(recomputation, len(model.layer_rope_thetas) or 1, len(model.layer_scale_lengths) or 1)

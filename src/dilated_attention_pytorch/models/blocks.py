@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,15 @@ from dilated_attention_pytorch.nn import MultiheadPatternAttention
 from dilated_attention_pytorch.nn.linear import project
 
 from .config import LongNetConfig
-from .rotary import Rotary, rotate
+from .previous_keys import KeyConvolution
+from .rotary import PositionTerms
 
 LayerAttention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """The attention of a block under the pattern of its layer: maps the layer's number, query ``[B, N, H, D]``, key and
 value ``[B, N, G, D]`` and a dropout probability to ``[B, N, H, D]``; causal in a decoder."""
-LayerKeys = Callable[[int, Tensor], Tensor]
-"""A transformation of the keys ``[B, N, G, D]`` of the layer with this number, before rotation."""
+PreviousKeys = Callable[[int, Tensor], tuple[Tensor, ...]]
+"""For the keys ``[B, N, G, D]`` of the layer with this number, those of the 1, 2, ... rows before each, as many as the
+model's configuration says; 0 before the first row of a document."""
 
 
 def magneto_gain(num_layers: int) -> float:
@@ -93,19 +95,48 @@ class FeedForward(nn.Module):
         return project(self.out_proj, self.inner_layernorm(inner))
 
 
+class HeadGates(nn.Module):
+    """``2 sigmoid(W x)``, a factor per head; W of H x E starts at 0, so that the factors start at 1."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.proj = nn.Linear(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights to 0."""
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., E]`` to ``[..., H]``."""
+        return 2.0 * torch.sigmoid(project(self.proj, x))
+
+
 class BlockAttention(MultiheadPatternAttention):
     """The projections of a block's attention around an attention callable that the model passes."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, states: Tensor, attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+        self,
+        x: Tensor,
+        states: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+        gates: Tensor | None = None,
     ) -> Tensor:
         """``[B, N, E]`` of queries from ``x [B, N, E]``, keys and values from ``states [B, M, kdim]``.
 
         ``attend`` maps query ``[B, N, H, D]``, key and value ``[B, M, G, D]`` and a dropout probability to
-        ``[B, N, H, D]``.
+        ``[B, N, H, D]``; ``gates [B, N, H]`` multiply its normalised heads.
         """
         query, key, value = self._project_in(x, states, states)
-        return self._project_out(attend(query, key, value, self.attention.dropout if self.training else 0.0))
+        heads = attend(query, key, value, self.attention.dropout if self.training else 0.0)
+        return self._project_out(heads, gates)
 
 
 class LongNetBlock(nn.Module):
@@ -144,31 +175,44 @@ class LongNetBlock(nn.Module):
         )
         self.feed_forward = FeedForward(config, gain=gain, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.head_gates = HeadGates(config.embed_dim, config.num_heads, **placed) if config.head_gates else None
+        keys = (self.attention.num_kv_heads, self.attention.head_dim, config.key_convolution)
+        self.key_convolution = KeyConvolution(*keys, **placed) if config.key_convolution > 1 else None
 
     def reset_parameters(self) -> None:
         """Draw every parameter again."""
         for part in (self.attention_layernorm, self.attention, self.feed_forward_layernorm, self.feed_forward):
             part.reset_parameters()
+        for option in (self.head_gates, self.key_convolution):
+            if option is not None:
+                option.reset_parameters()
 
-    def forward(self, x: Tensor, turn: Rotary, attend: LayerAttention, keys: LayerKeys | None = None) -> Tensor:
-        """``[B, N, E]`` to ``[B, N, E]``; ``turn`` is the rotary embedding, ``attend`` the attention callable.
+    def forward(
+        self, x: Tensor, terms: PositionTerms, attend: LayerAttention, previous: PreviousKeys | None = None
+    ) -> Tensor:
+        """``[B, N, E]`` to ``[B, N, E]``.
 
-        ``keys`` transforms the projected keys before rotation.
+        ``terms`` are those of the layer and the rows' positions, ``attend`` is the attention callable, and ``previous``
+        gives the keys before each row, which the key convolution or shifted keys read.
         """
-        return self.feed(self.attend_to_itself(x, turn, attend, keys))
+        return self.feed(self.attend_to_itself(x, terms, attend, previous))
 
     def attend_to_itself(
-        self, x: Tensor, turn: Rotary, attend: LayerAttention, keys: LayerKeys | None = None
+        self, x: Tensor, terms: PositionTerms, attend: LayerAttention, previous: PreviousKeys | None = None
     ) -> Tensor:
         """The attention half of the block."""
 
         def attend_heads(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-            if keys is not None:
-                key = keys(self.layer, key)
-            return attend(self.layer, rotate(query, turn), rotate(key, turn), value, dropout_p)
+            if previous is not None:
+                rows = previous(self.layer, key)
+                # Without a convolution, each key is that of the row before: shifted keys.
+                key = rows[0] if self.key_convolution is None else self.key_convolution(key, *rows)
+            return attend(self.layer, terms.of_query(query), terms.of_key(key), value, dropout_p)
 
         normed = self.attention_layernorm(x)
-        return x + self.dropout(self.attention(normed, normed, attend_heads))
+        gates = None if self.head_gates is None else self.head_gates(normed)
+        return x + self.dropout(self.attention(normed, normed, attend_heads, gates))
 
     def feed(self, x: Tensor) -> Tensor:
         """The feed-forward half of the block."""

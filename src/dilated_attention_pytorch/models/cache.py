@@ -18,8 +18,8 @@ from dilated_attention_pytorch.patterns import Pattern
 from .cache_index import CacheIndex, CacheIndexStep
 from .config import LongNetConfig
 from .padding import Run, group_rows, positions_of
+from .previous_keys import within_document
 from .reading import Stored, merge_key_ranges, merge_visible_keys
-from .shifted_keys import shift_keys
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.parallel import RankShare
@@ -261,7 +261,12 @@ class LongNetCache(ForwardOnlyCache):
         row_group.seen = self._num_columns = sequence_length
         self._row_groups = [row_group]
         return PromptStep(
-            self.patterns, _Slab(row_group, (0, sequence_length), 0, steps), positions, self.share, stored_indices
+            self.patterns,
+            _Slab(row_group, (0, sequence_length), 0, steps),
+            positions,
+            self._last_keys,
+            self.share,
+            stored_indices,
         )
 
     def _new_row_group(self, batch_size: int, device: torch.device) -> _RowGroup:
@@ -304,16 +309,25 @@ class CacheStep:
     runs: Sequence[Run]
     """Column range of each sequence's new rows."""
     last_keys: dict[int, Tensor]
-    """Per layer with shifted keys, the key of each sequence's last row, ``[B, G, D]``."""
+    """Per layer whose keys are made of several rows, the projected keys of each sequence's last ones, ``[B, count, G,
+    D]``; 0 before its first."""
     share: RankShare | None
 
-    def shift_keys(self, layer: int, key: Tensor) -> Tensor:
-        """The key of the previous row for each new row; the last ones are stored for the next call."""
-        before = self.last_keys.get(layer, torch.zeros_like(key[:, 0]))
+    def previous_keys(self, count: int, layer: int, key: Tensor) -> tuple[Tensor, ...]:
+        """The keys of the 1 to ``count`` rows before each new row; the last ones are stored for the next call."""
+        before = self.last_keys.get(layer)
+        if before is None:
+            before = key.new_zeros(key.shape[0], count, *key.shape[2:])
+        # Each sequence's last keys and its new ones, without the padding before them: [B, count + N, G, D].
+        columns = torch.arange(count + key.shape[1], device=key.device)
         starts, stops = torch.tensor(self.runs, device=key.device).unbind(dim=1)
-        last = key[torch.arange(key.shape[0], device=key.device), (stops - 1).clamp(min=0)]
-        self.last_keys[layer] = torch.where((starts < stops)[:, None, None], last, before)
-        return shift_keys(key, self.positions, before, starts.clamp(max=key.shape[1] - 1))
+        moved = torch.where(columns >= count, columns + starts[:, None], columns).clamp_(max=columns.shape[0] - 1)
+        sequences = torch.arange(key.shape[0], device=key.device)[:, None]
+        rows = torch.cat([before, key], dim=1)[sequences, moved]
+        self.last_keys[layer] = rows[sequences, (stops - starts)[:, None] + columns[:count]]
+        back = (columns[count:] - starts[:, None]).clamp_(min=count)  # the row itself
+        previous = tuple(rows[sequences, back - distance] for distance in range(1, count + 1))
+        return within_document(previous, self.positions)
 
     def attend(
         self,
@@ -354,9 +368,17 @@ class PromptStep:
     slab: _Slab
     positions: Tensor
     """Absolute positions of this rank's rows, ``[N]``."""
+    last_keys: dict[int, Tensor]
+    """See :class:`CacheStep`."""
     share: RankShare
     stored_indices: dict[Pattern, list[Tensor]]
     """Flat indices ``position * G + head`` of the rows to store, per rank."""
+
+    def previous_keys(self, count: int, layer: int, key: Tensor) -> tuple[Tensor, ...]:
+        """The keys of the 1 to ``count`` positions before each row of this rank; every rank stores the last ones."""
+        length = self.slab.row_group.seen
+        self.last_keys[layer] = self.share.last_rows(key, count, length)
+        return self.share.previous_rows(key, count, length)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
         """Causal attention over all ranks; then each retained row is sent to the rank that stores it."""

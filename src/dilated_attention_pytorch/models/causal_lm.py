@@ -35,11 +35,12 @@ from dilated_attention_pytorch.ops import attend
 from dilated_attention_pytorch.ops.validation import check_cu_seqlens
 from dilated_attention_pytorch.tracing import require
 
-from .blocks import FeedForward, LongNetBlock
+from .blocks import FeedForward, HeadGates, LongNetBlock
 from .cache import LongNetCache, refuse_removal
 from .config import LongNetConfig
 from .fused_weights import read_fused_weights
 from .longnet import LongNetLM, check_equal_boundaries, check_inputs, document_positions, tokens_of
+from .previous_keys import KeyConvolution
 from .token_loss import next_tokens, token_loss, token_loss_of_hidden
 
 # Gradient checkpointing is enabled by a method call in transformers; it is not part of the saved configuration.
@@ -183,7 +184,7 @@ class _LongNetPreTrained(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # Called for every module that was not loaded whole, inner ones first; loaded parameters are marked.
-        if isinstance(module, (MultiheadPatternAttention, FeedForward, nn.LayerNorm)):
+        if isinstance(module, (MultiheadPatternAttention, FeedForward, HeadGates, KeyConvolution, nn.LayerNorm)):
             weights = list(module.parameters())
             loaded = [(weight, weight.clone()) for weight in weights if getattr(weight, "_is_hf_initialized", False)]
             module.reset_parameters()

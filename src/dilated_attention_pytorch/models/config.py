@@ -12,6 +12,7 @@ from dilated_attention_pytorch.patterns.dilated import OffsetRule
 
 _MOST_LAYERS = 4096
 _MOST_PARAMETERS = 2**48
+_WIDEST_CONVOLUTION = 4
 Activation = Literal["swiglu", "gelu"]
 
 
@@ -63,10 +64,24 @@ class LongNetConfig:
     """Dropout probability of merged attention probabilities."""
     rope_theta: float = 10000.0
     """Base of the rotary position angles (Su et al. 2021, arXiv 2104.09864)."""
+    layer_rope_thetas: Sequence[float] = ()
+    """Rotary bases, cycled over the layers, in place of rope_theta. 0 = no positions in that layer (SWAN, arXiv
+    2504.08719, has none in its layers without a window; Gemma 3, arXiv 2503.19786, gives those a larger base)."""
+    layer_scale_lengths: Sequence[int] = ()
+    """Lengths n, cycled over the layers: the scores of the query at position p are multiplied by
+    max(1, log(p + 1) / log(n)), so that attention over more keys stays as sharp (as in SWAN, arXiv 2504.08719). 0 = a
+    factor of 1."""
+    head_gates: bool = False
+    """Multiply the normalised output of each head by a gate 2 sigmoid(W x), x the normalised input of the block and W
+    of H x E. Gates start at 1 (Qiu et al. 2025, arXiv 2505.06708: headwise, sigmoid(W x))."""
+    key_convolution: int = 1
+    """Width m, 2 to 4, of a causal convolution over the keys of a document, before rotation: channel c of the key at t
+    becomes sum_j w[c, j] k[t - j, c] over j < m (FlashMoBA, arXiv 2511.11571, has a short convolution on keys too). 1 =
+    none."""
     shifted_keys: bool = False
     """Take each token's key from the previous token (0 for the first of a document). A query that matches a token then
     finds its successor, so that one layer can copy (Olsson et al. 2022, arXiv 2209.11895, "smeared keys", which mix the
-    two). Adds no weights."""
+    two). A key_convolution with the fixed weights 0 and 1."""
     layernorm_eps: float = 1e-5
     """Epsilon of every LayerNorm."""
     tie_embeddings: bool = True
@@ -107,7 +122,7 @@ class LongNetConfig:
             if not 0.0 < number < float("inf"):
                 raise ValueError(f"{name} must be a finite number above 0, got {number}")
             setattr(self, name, number)
-        for name in ("shifted_keys", "tie_embeddings", "gradient_checkpointing"):
+        for name in ("head_gates", "shifted_keys", "tie_embeddings", "gradient_checkpointing"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if isinstance(self.layer_segment_shifts, (str, int)) or not self.layer_segment_shifts:
@@ -120,6 +135,8 @@ class LongNetConfig:
             raise ValueError(f"layer_patterns must be a list of patterns, got the string {self.layer_patterns!r}")
         self.layer_patterns = tuple(self.layer_patterns)
         self._check_patterns()
+        self._check_positions()
+        self._check_keys()
         if self.num_parameters > _MOST_PARAMETERS:
             raise ValueError(
                 f"vocab_size, embed_dim, num_layers and ffn_dim make {self.num_parameters:,} parameters; "
@@ -137,6 +154,39 @@ class LongNetConfig:
         check_order(patterns[0].segment_lengths, patterns[0].dilation_rates)
         self.segment_lengths = tuple(patterns[0].segment_lengths)
         self.dilation_rates = tuple(patterns[0].dilation_rates)
+
+    def _check_positions(self) -> None:
+        for name in ("layer_rope_thetas", "layer_scale_lengths"):
+            if isinstance(getattr(self, name), (str, int, float)):
+                raise ValueError(f"{name} must be a list with a number per layer, got {getattr(self, name)!r}")
+        self.layer_rope_thetas = tuple(_as_number("layer_rope_thetas", theta) for theta in self.layer_rope_thetas)
+        self.layer_scale_lengths = tuple(self.layer_scale_lengths)
+        if any(not 0.0 <= theta < float("inf") for theta in self.layer_rope_thetas):
+            raise ValueError(
+                "layer_rope_thetas must be finite numbers above 0, or 0 for a layer without positions: got "
+                f"{list(self.layer_rope_thetas)}"
+            )
+        if self.layer_rope_thetas and self.rope_theta != 10000.0:
+            raise ValueError(
+                f"layer_rope_thetas replace rope_theta: leave rope_theta out, got {self.rope_theta} together with "
+                f"{list(self.layer_rope_thetas)}"
+            )
+        for length in self.layer_scale_lengths:
+            if length != 0:
+                check_size("layer_scale_lengths", length, least=2)
+
+    def _check_keys(self) -> None:
+        check_size("key_convolution", self.key_convolution)
+        if self.key_convolution > _WIDEST_CONVOLUTION:
+            raise ValueError(
+                f"key_convolution must be a width of at most {_WIDEST_CONVOLUTION}, or 1 for none: got "
+                f"{self.key_convolution}"
+            )
+        if self.shifted_keys and self.key_convolution > 1:
+            raise ValueError(
+                "shifted_keys is a key_convolution with fixed weights: leave one of them out, got shifted_keys True "
+                f"and key_convolution {self.key_convolution}"
+            )
 
     def _check_layer_patterns(self) -> None:
         besides = {
@@ -173,6 +223,21 @@ class LongNetConfig:
             return pattern_from_expression(self.layer_patterns[layer % len(self.layer_patterns)])
         return self._segments(self.layer_segment_shifts[layer % len(self.layer_segment_shifts)])
 
+    def rope_theta_of(self, layer: int) -> float:
+        """The rotary base of block ``layer``; 0 = no positions."""
+        thetas = self.layer_rope_thetas or (self.rope_theta,)
+        return thetas[layer % len(thetas)]
+
+    def scale_length_of(self, layer: int) -> int:
+        """The length from which on the scores of block ``layer`` grow with the position; 0 = never."""
+        lengths = self.layer_scale_lengths or (0,)
+        return lengths[layer % len(lengths)]
+
+    @property
+    def num_previous_keys(self) -> int:
+        """How many rows before its own a key is made of."""
+        return 1 if self.shifted_keys else self.key_convolution - 1
+
     @property
     def different_patterns(self) -> tuple[Pattern, ...]:
         """The patterns in the order in which layers cycle through them."""
@@ -199,17 +264,23 @@ class LongNetConfig:
         width, inner = self.embed_dim, self.ffn_dim
         norms = 2 * (3 * width + inner)  # pre-norms of both halves, and their sub-LayerNorms
         own_table = 0 if self.tie_embeddings else self.vocab_size * width
-        return own_table + self.num_matrix_weights + self.num_layers * norms + 2 * width
+        convolution = self.key_convolution * self._key_width if self.key_convolution > 1 else 0
+        return own_table + self.num_matrix_weights + self.num_layers * (norms + convolution) + 2 * width
 
     @property
     def num_matrix_weights(self) -> int:
         """Number of weights in the matrices that multiply every token: the blocks' and the output matrix."""
-        assert self.num_kv_heads is not None
         assert self.ffn_dim is not None
         width, inner = self.embed_dim, self.ffn_dim
-        key_width = width // self.num_heads * self.num_kv_heads
-        of_block = 2 * width * (width + key_width) + (3 if self.activation == "swiglu" else 2) * width * inner
+        of_block = 2 * width * (width + self._key_width) + (3 if self.activation == "swiglu" else 2) * width * inner
+        if self.head_gates:
+            of_block += width * self.num_heads
         return self.num_layers * of_block + self.vocab_size * width
+
+    @property
+    def _key_width(self) -> int:
+        assert self.num_kv_heads is not None
+        return self.embed_dim // self.num_heads * self.num_kv_heads
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values.

@@ -33,7 +33,7 @@ class LongNetEncoder(BlockStack):
 
     Raises:
         ValueError: ``tie_embeddings`` is False.
-        NotImplementedError: the configuration enables ``shifted_keys``.
+        NotImplementedError: the configuration has a field of a causal model, see :func:`check_causal_fields`.
 
     >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetEncoder
     >>> encoder = LongNetEncoder(LongNetConfig(
@@ -56,7 +56,7 @@ class LongNetEncoder(BlockStack):
         check_config("config", config)
         if not config.tie_embeddings:
             raise ValueError("an encoder has no output matrix: leave tie_embeddings at True, got False")
-        check_keys(config)
+        check_causal_fields(config, "layer_scale_lengths")
         blocks = (
             LongNetBlock(config, layer, gain=gain, device=device, dtype=dtype) for layer in range(config.num_layers)
         )
@@ -133,13 +133,16 @@ class LongNetEncoder(BlockStack):
         return attend_runs(attend_rows, query, key, value, runs, runs)
 
 
-def check_keys(config: LongNetConfig) -> None:
-    """Raise NotImplementedError if ``shifted_keys`` is set; only causal language models support it."""
-    if config.shifted_keys:
-        raise NotImplementedError(
-            "shifted_keys is supported by the causal LongNetLM only: leave it at False in an encoder and in a "
-            "decoder that attends to one, got True"
-        )
+def check_causal_fields(config: LongNetConfig, *more: str) -> None:
+    """Raise NotImplementedError if a field is set that only causal language models support: ``shifted_keys``,
+    ``key_convolution`` or one of ``more``."""
+    for name in ("shifted_keys", "key_convolution", *more):
+        value, default = getattr(config, name), LongNetConfig.__dataclass_fields__[name].default
+        if value != default:
+            raise NotImplementedError(
+                f"{name} is supported by the causal LongNetLM only: leave it at {default} in an encoder and in a "
+                f"decoder that attends to one, got {value}"
+            )
 
 
 def runs_of(mask: Tensor | None, shape: Sequence[int], name: str) -> list[Run] | None:

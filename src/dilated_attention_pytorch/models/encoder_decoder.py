@@ -15,10 +15,10 @@ from dilated_attention_pytorch.patterns import DilatedPattern, Pattern
 
 from .blocks import BlockAttention, LayerAttention, LongNetBlock, magneto_gains
 from .config import LongNetConfig, check_config
-from .encoder import LongNetEncoder, check_keys, runs_of
+from .encoder import LongNetEncoder, check_causal_fields, runs_of
 from .longnet import check_ids
 from .padding import attend_runs, positions_of
-from .rotary import Rotary
+from .rotary import PositionTerms
 from .token_model import TokenModel
 
 ALL_TO_ALL = DilatedPattern([1 << 30], [1])
@@ -69,10 +69,10 @@ class DecoderBlock(LongNetBlock):
         self.cross_attention.reset_parameters()
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, turn: Rotary, attend: LayerAttention, states: Tensor, cross: CrossAttention
+        self, x: Tensor, terms: PositionTerms, attend: LayerAttention, states: Tensor, cross: CrossAttention
     ) -> Tensor:
         """``[B, N, E]`` to ``[B, N, E]``, given the states ``[B, M, states_dim]``."""
-        x = self.attend_to_itself(x, turn, attend)
+        x = self.attend_to_itself(x, terms, attend)
         x = x + self.dropout(self.cross_attention(self.cross_attention_layernorm(x), states, cross))
         return self.feed(x)
 
@@ -116,7 +116,7 @@ class LongNetEncoderDecoder(TokenModel):
         super().__init__()
         check_config("encoder", encoder)
         check_config("decoder", decoder)
-        check_keys(decoder)
+        check_causal_fields(decoder)
         gains = magneto_gains(encoder.num_layers, decoder.num_layers)
         self.cross_pattern = cross_pattern
         self.encoder = LongNetEncoder(encoder, gain=gains.encoder, device=device, dtype=dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,10 +16,10 @@ from dilated_attention_pytorch.ops.validation import check_cu_seqlens
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.tracing import require
 
-from .blocks import LayerAttention, LayerKeys, LongNetBlock
+from .blocks import LayerAttention, LongNetBlock, PreviousKeys
 from .config import LongNetConfig, check_config
 from .padding import Run, attend_runs, check_rows_are_real, positions_of, real_runs
-from .shifted_keys import shift_keys
+from .previous_keys import rows_before, within_document
 from .token_model import TokenModel
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ class LongNetLM(TokenModel):
     Args:
         config: sizes and options.
         attention: the attention function; :func:`attend` by default. It receives every block's query, key, value and
-            pattern, so distribution is decided outside the model. Can be replaced later: ``model.attention``.
+            pattern, so distribution is decided outside the model. Can be replaced later: ``model.attention``. Where
+            that function has a part of the rows, keys that are made of several rows also need
+            ``model.previous_rows``, such as ``functools.partial(parallel.previous_rows, mesh=mesh)``.
         device, dtype: of the parameters.
 
     >>> from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
@@ -79,6 +81,7 @@ class LongNetLM(TokenModel):
         super().__init__()
         check_config("config", config)
         self.attention = attention
+        self.previous_rows: Callable[[Tensor, int], tuple[Tensor, ...]] | None = None
         blocks = (LongNetBlock(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers))
         self._make_stack(config, blocks, device, dtype)
         self._make_head(device, dtype)
@@ -161,25 +164,27 @@ class LongNetLM(TokenModel):
         """
         tokens = tokens_of(input_ids, inputs_embeds, self.config.embed_dim)
         check_inputs(tokens, attention_mask, cu_seqlens, cache, positions, sequence_length)
-        if self.config.shifted_keys and (positions is not None or sequence_length is not None):
+        count, read = self.config.num_previous_keys, rows_before if positions is None else self.previous_rows
+        if count and read is None:
             raise NotImplementedError(
-                "shifted_keys needs the row before each row, which a shard of the rows does not have: got "
-                f"{'positions' if sequence_length is None else 'sequence_length'}; pass whole sequences, or train a "
-                "model without shifted_keys"
+                f"shifted_keys and key_convolution read up to {count} rows before each row, which a shard of the rows "
+                "does not have: got positions; set model.previous_rows = functools.partial(parallel.previous_rows, "
+                "mesh=mesh), or pass whole sequences"
             )
         batch, rows = tokens.shape[:2]
         runs = None if attention_mask is None else real_runs(attention_mask[:, attention_mask.shape[1] - rows :])
         attend_layer: LayerAttention
-        keys: LayerKeys | None = None
+        previous: PreviousKeys | None = None
         if cache is not None:
             self._check_inference(cache)
             step: CacheStep | PromptStep
             if sequence_length is None:
                 step = cache.step(batch, rows, runs, tokens.device)
-                keys = step.shift_keys
             else:
                 step = cache.prompt_step(batch, rows, sequence_length, tokens.device)
             positions, attend_layer = step.positions, step.attend
+            if count:
+                previous = functools.partial(step.previous_keys, count)
         elif runs is not None and any(run != (0, rows) for run in runs):
             check_rows_are_real(runs)
             positions = positions_of(runs, rows, [0] * batch, tokens.device)
@@ -188,12 +193,11 @@ class LongNetLM(TokenModel):
             if positions is None:
                 positions = document_positions(rows, cu_seqlens, tokens.device)
             attend_layer = functools.partial(self._attend, cu_seqlens)
-        if not self.config.shifted_keys:
-            keys = None
-        elif cache is None:
-            keys = functools.partial(_shifted, positions)
+        if count and cache is None:
+            assert read is not None
+            previous = functools.partial(_previous_keys, read, count, positions)
         embedded = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
-        return self._through_blocks(embedded * math.sqrt(self.config.embed_dim), positions, attend_layer, keys)
+        return self._through_blocks(embedded * math.sqrt(self.config.embed_dim), positions, attend_layer, previous)
 
     def _check_inference(self, cache: LongNetCache) -> None:
         # Checked before the cache changes, so that the same cache serves the corrected call.
@@ -232,8 +236,10 @@ class LongNetLM(TokenModel):
         return attend_runs(attend_layer, query, key, value, runs, runs)
 
 
-def _shifted(positions: Tensor, layer: int, key: Tensor) -> Tensor:
-    return shift_keys(key, positions)
+def _previous_keys(
+    read: Callable[[Tensor, int], tuple[Tensor, ...]], count: int, positions: Tensor, layer: int, key: Tensor
+) -> tuple[Tensor, ...]:
+    return within_document(read(key, count), positions)
 
 
 def document_positions(rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
-"""Rotary position embeddings of queries and keys."""
+"""Positions in queries and keys: rotation, and scores that grow with the position."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -32,3 +33,34 @@ def rotate(heads: Tensor, turn: Rotary) -> Tensor:
     first, second = heads.to(turn.cos.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin], dim=-1)
     return turned.to(heads.dtype)
+
+
+class PositionTerms(NamedTuple):
+    """What a layer does with the positions of its rows."""
+
+    rotation: Rotary | None
+    """Of queries and keys; None = none."""
+    scale: Tensor | None
+    """Factor of the scores of each query, ``[N, 1, 1]`` or ``[B, N, 1, 1]``, float32 or float64; None = 1."""
+
+    def of_query(self, query: Tensor) -> Tensor:
+        """Query heads ``[B, N, H, D]``, rotated and scaled."""
+        query = self.of_key(query)
+        return query if self.scale is None else (query.to(self.scale.dtype) * self.scale).to(query.dtype)
+
+    def of_key(self, key: Tensor) -> Tensor:
+        """Key heads ``[B, N, G, D]``, rotated."""
+        return key if self.rotation is None else rotate(key, self.rotation)
+
+
+def position_terms(
+    positions: Tensor, head_dim: int, theta: float, scale_length: int, dtype: torch.dtype
+) -> PositionTerms:
+    """The terms of a layer with the rotary base ``theta`` (0 = none) and scores scaled beyond ``scale_length`` (0 =
+    never): those of the query at position p by ``max(1, log(p + 1) / log(scale_length))``."""
+    scale = None
+    if scale_length:
+        dtype_of_scale = torch.float64 if dtype == torch.float64 else torch.float32
+        logs = torch.log1p(positions.to(float64_device(positions.device)).to(torch.float64)) / math.log(scale_length)
+        scale = logs.clamp(min=1.0).to(dtype_of_scale).to(positions.device)[..., None, None]
+    return PositionTerms(rotary(positions, head_dim, theta, dtype) if theta else None, scale)

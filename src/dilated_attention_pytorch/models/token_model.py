@@ -15,11 +15,11 @@ from dilated_attention_pytorch.patterns import Pattern
 
 from .blocks import LongNetBlock
 from .config import LongNetConfig
-from .rotary import rotary
+from .rotary import position_terms
 
 
 class BlockStack(nn.Module):
-    """A token ``embedding``, ``blocks`` with rotary positions, and the LayerNorm after the last block."""
+    """A token ``embedding``, ``blocks`` with the positions of their rows, and the LayerNorm after the last block."""
 
     config: LongNetConfig
     embedding: nn.Embedding | None
@@ -65,17 +65,18 @@ class BlockStack(nn.Module):
     def _through_blocks(self, x: Tensor, positions: Tensor, *operands: object) -> Tensor:
         """The last block's output after the LayerNorm, ``[B, N, E]``, of embedded rows at ``positions``.
 
-        ``operands`` are those of a block after the rows and their rotation.
+        ``operands`` are those of a block after the rows and the terms of their positions.
         """
-        config = self.config
+        config, head_dim = self.config, self.config.embed_dim // self.config.num_heads
         x = self.dropout(x)
-        turn = rotary(positions, config.embed_dim // config.num_heads, config.rope_theta, x.dtype)
+        kinds = [(config.rope_theta_of(layer), config.scale_length_of(layer)) for layer in range(config.num_layers)]
+        terms = {kind: position_terms(positions, head_dim, *kind, x.dtype) for kind in dict.fromkeys(kinds)}
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        for layer, block in enumerate(self.blocks):
+        for layer, (block, kind) in enumerate(zip(self.blocks, kinds, strict=True)):
             if recomputes and config.is_recomputed(layer):
-                x = self.checkpoint_function(block, x, turn, *operands)
+                x = self.checkpoint_function(block, x, terms[kind], *operands)
             else:
-                x = block(x, turn, *operands)
+                x = block(x, terms[kind], *operands)
         return self.layernorm(x)
 
 

@@ -137,11 +137,16 @@ class MultiheadPatternAttention(nn.Module):
         )
         return q, k, v
 
-    def _project_out(self, heads: Tensor) -> Tensor:
-        """Concatenate heads ``[B, N, H, D]``, normalise them if ``sub_layernorm``, project: ``[B, N, E]``."""
+    def _project_out(self, heads: Tensor, gates: Tensor | None = None) -> Tensor:
+        """Concatenate heads ``[B, N, H, D]``, normalise them if ``sub_layernorm``, project: ``[B, N, E]``.
+
+        ``gates [B, N, H]`` multiply the heads before the projection.
+        """
         joined = heads.flatten(-2)
         if self.inner_layernorm is not None:
             joined = self.inner_layernorm(joined)
+        if gates is not None:
+            joined = (joined.unflatten(-1, (-1, self.head_dim)) * gates.unsqueeze(-1)).flatten(-2)
         return project(self.out_proj, joined)
 
     def _load_from_state_dict(

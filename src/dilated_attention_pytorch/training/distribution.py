@@ -78,6 +78,12 @@ class ContextAttention:
             heads_first=False,
         )
 
+    def previous_rows(self, rows: Tensor, count: int) -> tuple[Tensor, ...]:
+        """See :func:`parallel.previous_rows`."""
+        return parallel.previous_rows(
+            rows, count, mesh=self.mesh, layout=self.layout, sequence_length=self.sequence_length
+        )
+
 
 class Distribution:
     """The processes of a run and their roles; trivial for a single process.
@@ -138,6 +144,7 @@ class Distribution:
             return
         if self.attention is not None:
             model.model.attention = self.attention
+            model.model.previous_rows = self.attention.previous_rows
         if self.tensor_size > 1:
             split_matrices(model.model, self.mesh["tensor"])
         if self.settings.data_parallel == "fsdp":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAY_DIFFER = (
     *("segment_lengths", "dilation_rates", "offset_rule", "layer_segment_shifts", "layer_patterns", "rope_theta"),
+    *("layer_rope_thetas", "layer_scale_lengths"),
     *("dropout", "attention_dropout", "gradient_checkpointing", "checkpoint_every"),
 )
 """Fields of a model's configuration that say how its weights are used, and not which weights it has."""

@@ -120,11 +120,6 @@ def check_processes(settings: TrainSettings, processes: int, *, launch: str = _L
             f"--{named} {value} says how processes share a sequence, and no other shares this one; "
             "add --context-parallel N, or leave it out"
         )
-    if context > 1 and model.shifted_keys:
-        raise RunError(
-            f"--model.shifted-keys takes the key of the row before each row, which another process may have with "
-            f"--context-parallel {context}; leave one of them out"
-        )
     assert model.num_kv_heads is not None
     assert model.ffn_dim is not None
     for name, size in (

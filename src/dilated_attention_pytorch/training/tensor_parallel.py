@@ -57,6 +57,8 @@ def _plan() -> dict[str, ParallelStyle]:
         "blocks.*.attention.q_proj": ColwiseParallel(),
         "blocks.*.attention.k_proj": ColwiseParallel(),
         "blocks.*.attention.v_proj": ColwiseParallel(),
+        "blocks.*.head_gates.proj": ColwiseParallel(),
+        "blocks.*.key_convolution": SplitHeads(),
         "blocks.*.attention.inner_layernorm": SplitRows("weight", "bias"),
         "blocks.*.attention.out_proj": RowwiseParallel(),
         "blocks.*.feed_forward_layernorm": Replicated(),
@@ -103,6 +105,18 @@ class SplitRows(ParallelStyle):
             split = distribute_tensor(full, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(split))
         return module
+
+
+class SplitHeads(ParallelStyle):
+    """Each process's heads of ``weight [G, ...]``, for inputs and an output ``[B, N, G, D]`` of its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        SplitRows("weight")._apply(module, device_mesh)
+
+        def enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+            return tuple(DTensor.from_local(rows, mesh, [Shard(2)], run_check=False) for rows in inputs)
+
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=_leave)  # type: ignore[arg-type]
 
 
 class Replicated(ParallelStyle):

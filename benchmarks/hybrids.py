@@ -1,0 +1,313 @@
+"""Does length pay? Language models of equal size and equal operations that differ in what a token attends to.
+
+    python -m benchmarks.hybrids [--steps N] [--only NAME ...] [--text code|made] [--seeds N ...]
+
+Models of 6 layers and 3.4 million weights, with gates and a convolution of 3 over keys, differ in the patterns of their
+layers: dense attention over 8,192 tokens, or in windows of 1,024; a local window of 128 or 1,024; LongNet's segments,
+with and without a window; and hybrids, in which every third layer looks far, without positions and with scores that
+grow with the position. The far layers of a hybrid are dense or dilated. Each model is trained by `dilated-attention
+train` with as many operations (:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over
+8,192 tokens takes in N steps, in stages of 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
+
+Two texts. "code": all Python source of a package, a text per folder, at least 32 KiB; often one file is made of parts
+of another; tokens of a byte-level BPE trained on it. "made": random words, among them pairs that come twice, at
+distances drawn evenly in their logarithm; tokens are bytes.
+
+The results of each run are written when it ends, and runs with results are left out: the same command goes on where it
+was stopped, also inside a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import string
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.console import Console
+
+from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.estimate.flops import longnet_flops, training_flops
+from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.output import replacing
+from dilated_attention_pytorch.training import TrainSettings, train
+from dilated_attention_pytorch.training.manifest import read_json
+from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
+from dilated_attention_pytorch.training.stages import Stages, StageSettings
+
+from .length import prepare, slug
+from .measured_code import code
+from .study import Study, run
+
+Text = Literal["code", "made"]
+WORD_LETTERS = 4
+SHORTEST_DISTANCE = 32
+"""Words between a pair and its repetition, at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrids(Study):
+    """Settings."""
+
+    text: Text | None = None
+    """The text to train on; default: both, one after the other."""
+    length: int = 8192
+    """Tokens of a text. The patterns are those for 8,192, scaled."""
+    steps: int = 500
+    """Steps of dense attention over 8,192 tokens; the others take its operations."""
+    only: tuple[str, ...] = ()
+    """Names of the contestants to train; default: all."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of the contestants; default: 0 for all, then 1 and 2 for those that have more."""
+    folder: Path = Path("runs/hybrids")
+    """Where unfinished runs are kept."""
+    package: str = "transformers.models"
+    """The package whose source is the text "code"."""
+    documents: int = 2000
+    """Texts of "made"."""
+    width: int = 192
+    """Width of the models."""
+    vocab_size: int = 4096
+    """Tokens of the tokenizer of "code"."""
+    windows: int = 32
+    """Held-out windows of 8,192 tokens."""
+    recall_texts: int = 8
+    """Texts of a row of the recall tasks."""
+
+
+class Contestant(NamedTuple):
+    """A model."""
+
+    patterns: tuple[str, ...]
+    """Patterns of the layers, cycled."""
+    fields: dict[str, Any]
+    """Other fields of the model."""
+    is_short: bool = False
+    """Whether it is trained on the shortest windows only."""
+    has_more_seeds: bool = False
+    """Whether it is trained from three seeds."""
+
+
+DENSE = "dense, 8,192"
+LAYERS, HEADS = 6, 6
+
+
+def contestants(length: int = 8192) -> dict[str, Contestant]:
+    """The contestants by name, for texts of ``length`` tokens; other lengths than 8,192 scale the patterns."""
+    short = length // 8
+    dense, near = f"DilatedPattern([{length}], [1])", f"local_window({length // 64 - 1})"
+    dilated = f"{near} + DilatedPattern([{length // 4}, {length}], [2, 4]{{}})"
+    longnet = (f"DilatedPattern([{short}, {2 * short}, {length}], [1, 2, 4])",)
+    mixed = {"head_gates": True, "key_convolution": 3}
+    hybrid = {**mixed, "layer_rope_thetas": (1e4, 1e4, 0.0), "layer_scale_lengths": (0, 0, short)}
+    return {
+        DENSE: Contestant((dense,), mixed, has_more_seeds=True),
+        "dense, 1,024": Contestant((f"DilatedPattern([{short}], [1])",), mixed, is_short=True),
+        "window of 128": Contestant((near,), mixed),
+        "window of 1,024": Contestant((f"local_window({short - 1})",), mixed, has_more_seeds=True),
+        "LongNet": Contestant(longnet, mixed),
+        "LongNet, as published": Contestant(longnet, {}),
+        "LongNet + window": Contestant(
+            (f"local_window({short // 2 - 1}) + DilatedPattern([{2 * short}, {length}], [2, 4])",), mixed
+        ),
+        "hybrid, dense far": Contestant((near, near, dense), hybrid, has_more_seeds=True),
+        "hybrid, dilated far": Contestant(
+            (near, near, dilated.format(""), near, near, dilated.format(", segment_shift=1")),
+            hybrid,
+            has_more_seeds=True,
+        ),
+        "hybrid, dense far, rotary": Contestant((near, near, dense), mixed),
+    }
+
+
+def made_text(seed: int, words: int) -> str:
+    """Random words, in which about 1 of 8 begins a pair that comes a second time.
+
+    A pair is two new words. The distance to its repetition is drawn evenly in its logarithm, from 32 words to the rest
+    of the text.
+    """
+    draws = random.Random(seed)
+
+    def word() -> str:
+        return "".join(draws.choices(string.ascii_lowercase, k=WORD_LETTERS))
+
+    placed: list[str | None] = [None] * words
+    for place in range(0, words - SHORTEST_DISTANCE - 2, 8):
+        distance = round(math.exp(draws.uniform(math.log(SHORTEST_DISTANCE), math.log(words - 2 - place))))
+        pair, again = (word(), word()), place + distance
+        if placed[place : place + 2] == placed[again : again + 2] == [None, None]:
+            placed[place : place + 2] = placed[again : again + 2] = pair
+    return " ".join(word() if one is None else one for one in placed)
+
+
+def prepare_text(text: Text, given: Hybrids) -> tuple[Path, Path | None]:
+    """The file of texts and the folder of its tokenizer, None for bytes; made unless they are there."""
+    if text == "code":
+        return prepare(given.folder / "code", given.package, given.vocab_size)
+    file = given.folder / "made" / "texts.jsonl"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        words = given.length // (WORD_LETTERS + 1) * 9 // 8
+        with replacing(file) as staged, staged.open("w") as stream:
+            for seed in range(given.documents):
+                stream.write(json.dumps({"name": str(seed), "text": made_text(seed, words)}) + "\n")
+    return file, None
+
+
+def settings_of(
+    contestant: Contestant, texts: Path, tokenizer: Path | None, seed: int, given: Hybrids
+) -> TrainSettings:
+    """Settings with as many steps as match the operations of dense attention in ``--steps``."""
+
+    short, stages = given.length // 8, (given.length // 8, given.length // 2, given.length)
+
+    def settings(one: Contestant, steps: int) -> TrainSettings:
+        length = short if one.is_short else given.length
+        windows = given.length // length
+        model = LongNetConfig(
+            vocab_size=256 if tokenizer is None else given.vocab_size,
+            embed_dim=given.width,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            layer_patterns=one.patterns,
+            **one.fields,
+        )
+        # Most steps use short windows: copying is learnt in them first, since a step has more texts.
+        lengths = () if one.is_short else stages
+        return TrainSettings(
+            model=model,
+            data=(texts,),
+            tokenizer=tokenizer,
+            cache=given.folder / "cache",
+            context_length=length,
+            batch_size=windows,
+            stages=StageSettings(lengths=lengths, fractions=(0.6, 0.2, 0.2)[: len(lengths)]),
+            steps=steps,
+            learning_rate=3e-3,
+            muon_learning_rate=0.03,
+            warmup_fraction=0.05,
+            seed=seed,
+            threads=torch.get_num_threads(),
+            precision="float32",
+            device="cpu",
+            log_steps=10,
+            eval_steps=max(1, steps // 10),
+            save_steps=max(1, steps // 20),
+            eval_windows=4 * windows,
+            final_eval_windows=8 * windows,
+            quarter_files=1,
+            sample_length=0,
+        )
+
+    budget = flops_of(settings(contestants(given.length)[DENSE], given.steps))
+    a_thousand = settings(contestant, 1000)
+    return settings(contestant, max(3, round(1000 * budget / flops_of(a_thousand))))
+
+
+def flops_of(settings: TrainSettings, step: int | None = None) -> int:
+    """Operations of a run, or of its first steps."""
+    stages, steps = stages_of(settings), settings.steps if step is None else step
+    return settings.batch_size * training_flops(longnet_flops(settings.model), stages, steps)
+
+
+def stages_of(settings: TrainSettings) -> Stages:
+    """The stages of a run; a single one if it has none."""
+    return Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+
+
+def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str, Any]:
+    """Train, or continue a training, and evaluate."""
+    console, began = Console(), time.monotonic()
+    hours = folder / "hours.json"
+    train(settings, folder, console, may_resume=True)
+    spent = (json.loads(hours.read_text()) if hours.exists() else 0.0) + (time.monotonic() - began) / 3600
+    write_json(hours, spent)
+    if not (folder / "eval.json").exists():
+        told = EvalSettings(
+            context_lengths=tuple(given.length // part for part in (8, 4, 2, 1)),
+            windows=given.windows,
+            recall_texts=given.recall_texts,
+            threads=torch.get_num_threads(),
+        )
+        evaluate_model(str(folder), told, None, console)
+    found = read_json(folder / "eval.json", what="benchmark", remedy="remove the folder and begin anew")
+    curve = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "eval_bits_per_byte" in entry:
+            curve.append((flops_of(settings, entry["step"]), entry["eval_bits_per_byte"]))
+    return {
+        "parameters": settings.model.num_parameters,
+        "context_length": settings.context_length,
+        "steps": settings.steps,
+        "flops": flops_of(settings),
+        "tokens": settings.batch_size * stages_of(settings).tokens_after(settings.steps),
+        "hours": spent,
+        "held_out_during_training": curve,
+        **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations")},
+    }
+
+
+def runs_of(given: Hybrids) -> list[tuple[Text, str, int]]:
+    """Text, contestant and seed of every run that is asked for: seed 0 of all first."""
+    texts: tuple[Text, ...] = ("code", "made") if given.text is None else (given.text,)
+    known = contestants(given.length)
+    names = given.only or tuple(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"--only takes names of contestants, {'; '.join(known)}: got {'; '.join(unknown)}")
+    return [
+        (text, name, seed)
+        for seed in given.seeds or (0, 1, 2)
+        for text in texts
+        for name in names
+        if given.seeds or seed == 0 or (text == "code" and known[name].has_more_seeds)
+    ]
+
+
+def measure(given: Hybrids) -> dict[str, Any]:
+    """Do the runs without results one after the other; the file holds those that are done after each.
+
+    Returns:
+        the results by text, contestant and seed, each with its machine and code.
+    """
+    assert given.output is not None
+    results: dict[str, Any] = {}
+    if given.output.exists():
+        results = json.loads(given.output.read_text(encoding="utf-8"))
+    for text, name, seed in runs_of(given):
+        key = f"{text}: {name}: {seed}"
+        if key in results:
+            continue
+        texts, tokenizer = prepare_text(text, given)
+        settings = settings_of(contestants(given.length)[name], texts, tokenizer, seed, given)
+        print(f"{key}: {settings.steps} steps, {flops_of(settings) / 1e12:.0f} * 10^12 operations", flush=True)
+        found = result_of(given.folder / text / f"{slug(name)}-{seed}", settings, given)
+        results[key] = {"machine": origin(module_command()), "code": code("training"), **found}
+        write_json(given.output, results)
+    return results
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        tiny = {
+            "text": "made",
+            "length": 512,
+            "steps": 8,
+            "only": ("hybrid, dilated far",),
+            "seeds": (0,),
+            "folder": Path(scratch),
+            "package": "torch.nn",
+            "documents": 40,
+            "width": 36,
+            "vocab_size": 512,
+            "windows": 1,
+            "recall_texts": 1,
+        }
+        run(Hybrids, measure, text=__doc__, name="hybrids", group="training", tiny=tiny)
