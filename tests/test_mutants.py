@@ -99,6 +99,18 @@ MUTANTS = (
         "sorted(index_of[wanted[new]] for new in rows)",
         "tests/models/test_cache.py",
     ),
+    Mutant(
+        "parallel/previous_rows.py",
+        "grad_rows[:, own] += message[place].transpose(0, 1)",
+        "pass",
+        "tests/parallel/test_previous_rows.py",
+    ),
+    Mutant(
+        "parallel/sharding.py",
+        "gathered.flatten(0, 1)",
+        "gathered.transpose(0, 1).flatten(0, 1)",
+        "tests/parallel/test_previous_rows.py",
+    ),
     Mutant("slides/placement.py", "== 0).all(dim=1)", "== 0).any(dim=1)", PLACEMENT),
     Mutant("slides/placement.py", "and most >= _LEAST_SHARE * len(neighbours)", "", PLACEMENT),
     Mutant("slides/contents.py", "(coordinates.abs() < _MOST_PIXELS).all()", "coordinates.numel()", SLIDE_FILES),

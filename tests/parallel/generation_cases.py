@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dilated_attention_pytorch import parallel
 from dilated_attention_pytorch.estimate.parallel import Strategy
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM, generate
 from dilated_attention_pytorch.models.cache_index import CacheIndex
@@ -149,6 +151,22 @@ def count_bytes(mesh: DeviceMesh) -> dict[str, int]:
     return {"sent": traffic.sent, "messages": traffic.messages}
 
 
+def rows_of_prompts(mesh: DeviceMesh) -> list[str]:
+    """The prompts of which rows before each row, or the last rows, are not those of the whole."""
+    unlike = []
+    for layout in get_args(Layout):
+        share = RankShare(mesh, layout=layout)
+        for length, count, rest in ((1, 3, (2, 3)), (2, 1, ()), (5, 2, (3,)), (40, 3, (2, 3))):
+            whole = 1.0 + torch.arange(2 * length * math.prod(rest)).view(2, length, *rest)
+            before = torch.cat([whole.new_zeros(2, count, *rest), whole], dim=1)
+            rows, here = parallel.shard(whole, mesh, layout=layout), share.positions(length, whole.device)
+            found = share.previous_rows(rows, count, length)
+            is_like = all(torch.equal(found[j - 1], before[:, count + here - j]) for j in range(1, count + 1))
+            if not is_like or not torch.equal(share.last_rows(rows, count, length), before[:, length:]):
+                unlike.append(f"{layout}, length {length}, count {count}")
+    return unlike
+
+
 LONG: dict[str, Any] = {"segment_lengths": [256, 1024], "dilation_rates": [1, 4]}
 
 
@@ -214,6 +232,7 @@ def run_all() -> dict[str, Any]:
         "in groups": follow(next(iter(CASES.values())), groups["context"])["error"],
         "drawn": {layout: draw(layout, mesh) for layout in OPTIONS},
         "padded": pad_and_reorder(mesh),
+        "rows of prompts": rows_of_prompts(mesh),
         "bytes": count_bytes(mesh),
         "held bytes": held_bytes(mesh),
         "refusals": refusals(mesh),

@@ -53,6 +53,10 @@ def test_padded_and_reordered_rows_go_on_as_alone(ranks: Results) -> None:
     assert max(rank["padded"] for rank in ranks) < TOLERANCE
 
 
+def test_rows_before_each_row_of_a_prompt_and_its_last_rows_are_those_of_the_whole(ranks: Results) -> None:
+    assert not any(rank["rows of prompts"] for rank in ranks)
+
+
 def test_a_token_costs_one_message_to_each_other_rank_and_layer(ranks: Results) -> None:
     batch, heads = 2, SIZES["num_heads"]
     numbers, messages = batch * heads * (SIZES["embed_dim"] // heads + 1), SIZES["num_layers"] * (len(ranks) - 1)

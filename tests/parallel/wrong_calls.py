@@ -55,17 +55,35 @@ CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("dropout", {"dropout_p": 1.5}, ValueError, r"dropout_p must be a probability"),
 ]  # fmt: skip
 
+# the same of previous_rows
+CALLS_OF_ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("rows", {"rows": [1.0]}, TypeError, r"rows must be a floating-point tensor \[batch, rows, ...\], got list"),
+    ("dtype of rows", {"rows": torch.ones(1, 8).int()}, TypeError, r"rows must be a floating-point.*got torch.int32"),
+    ("shape of rows", {"rows": torch.ones(8)}, ValueError,
+     r"rows must have the dimensions \[batch, rows, ...\], got the shape \(8,\)"),
+    ("no rows before", {"count": 0}, ValueError, r"count must be at least 1, got 0"),
+    ("count", {"count": 1.0}, TypeError, r"count must be an integer, got 1.0 of type float"),
+    ("layout of rows", {"layout": "x"}, ValueError, r"layout must be one of 'contiguous', 'zigzag', got 'x'"),
+    ("length of rows", {"sequence_length": 19}, ValueError, r"rows must have this rank's (10|9) of the 19 rows.*got 8"),
+]  # fmt: skip
+
 
 def refused() -> list[str]:
     """The wrong calls whose error is not the expected one, with what came."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
-    for what, changes, error, message in CALLS:
-        options: dict[str, Any] = {"mesh": mesh, "strategy": "ring", "pattern": PATTERN, **changes}
-        heads = options.pop("heads", 2)
+
+    def attend(heads: int = 2, **changes: Any) -> None:
         q = torch.zeros(1, 8, heads, 4)
+        parallel.attend(q, q, q, **{"mesh": mesh, "strategy": "ring", "pattern": PATTERN, **changes})
+
+    def previous_rows(**changes: Any) -> None:
+        parallel.previous_rows(**{"mesh": mesh, "rows": torch.zeros(1, 8, 2), "count": 1, **changes})
+
+    calls = [(attend, *row) for row in CALLS] + [(previous_rows, *row) for row in CALLS_OF_ROWS]
+    for call, what, changes, error, message in calls:
         try:
-            parallel.attend(q, q, q, options.pop("pattern"), **options)
+            call(**changes)
             found.append(f"{what}: accepted")
         except Exception as came:  # noqa: BLE001 - compared with what is expected
             if type(came) is not error or not re.search(message, str(came), re.DOTALL):
@@ -107,6 +125,7 @@ def _other_derivatives(mesh: DeviceMesh) -> list[str]:
     }
     functions = {strategy: attended(strategy) for strategy in ("ring", "gather", "heads")}
     functions["unshard"] = lambda x: parallel.unshard(x, mesh)
+    functions["previous_rows"] = lambda x: parallel.previous_rows(x, 1, mesh=mesh)[0]
     for (name, function), (way, derivative) in itertools.product(functions.items(), ways.items()):
         try:
             derivative(function, q)

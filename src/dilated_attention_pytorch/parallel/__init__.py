@@ -17,6 +17,7 @@ from .modules import (
     RingDilatedAttention,
     RingMultiheadDilatedAttention,
 )
+from .previous_rows import previous_rows
 from .selection import agreed_selector
 from .sharding import positions, shard, shard_labels, unshard
 from .traffic import Traffic, count_traffic
@@ -41,6 +42,7 @@ __all__ = [
     "naming_ranks",
     "plan_parallel",
     "positions",
+    "previous_rows",
     "shard",
     "shard_labels",
     "unshard",

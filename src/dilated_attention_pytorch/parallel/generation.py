@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from .agreement import check_strategy
 from .attend import attend
 from .communicator import communicator_of
 from .failure import RankFailure
+from .previous_rows import previous_rows
 from .sharding import check_layout, positions, shard
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier with well-mixed bits: 2**64 / golden ratio
@@ -115,6 +117,24 @@ class RankShare:
             is_causal=True,
             heads_first=False,
         )
+
+    def previous_rows(self, rows: Tensor, count: int, sequence_length: int) -> tuple[Tensor, ...]:
+        """See :func:`parallel.previous_rows`, for this rank's rows ``[B, rows, ...]`` of a prompt."""
+        return previous_rows(rows, count, mesh=self.mesh, layout=self.layout, sequence_length=sequence_length)
+
+    def last_rows(self, rows: Tensor, count: int, sequence_length: int) -> Tensor:
+        """The rows at the last ``count`` positions of a prompt sharded as ``[B, rows, ...]``, on every rank.
+
+        Returns:
+            ``[B, count, ...]``, beginning with zeros if the prompt is shorter.
+        """
+        batch, num_rows, *rest = rows.shape
+        first = max(0, sequence_length - count)
+        wanted = torch.arange(first, sequence_length)
+        dealt = self.deal(rows.reshape(batch, num_rows, 1, math.prod(rest)), [wanted] * self.size, sequence_length)
+        last = rows.new_zeros(batch, count, *rest)
+        last[:, count - len(wanted) :] = dealt.view(batch, len(wanted), *rest)
+        return last
 
     def deal(self, rows: Tensor, indices: Sequence[Tensor], sequence_length: int) -> Tensor:
         """Send rows ``[B, rows, G, D]`` of a prompt to the ranks that store them.

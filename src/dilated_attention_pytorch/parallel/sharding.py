@@ -54,6 +54,20 @@ class Ranks:
         parts = self.heads.size if self.heads else 1
         return [self.runs(num_rows, layout, (row, part)) for row in range(self.rows.size) for part in range(parts)]
 
+    def all_gather(self, tensor: Tensor, numbers: tuple[int, int]) -> Tensor:
+        """``[ranks, *shape]`` of all ranks' equally shaped tensors, in the order of :meth:`all_runs`."""
+        of_heads = tensor if self.heads is None else self.heads.all_gather(tensor, tag=2 * numbers[1])
+        gathered = self.rows.all_gather(of_heads, tag=2 * numbers[0])
+        return gathered if self.heads is None else gathered.flatten(0, 1)
+
+    def reduce_scatter(self, tensor: Tensor, numbers: tuple[int, int]) -> Tensor:
+        """The reverse of :meth:`all_gather`: the sum of all ranks' ``tensor[this rank]``. Modifies ``tensor``."""
+        if self.heads is None:
+            return self.rows.reduce_scatter(tensor, range(self.size), tag=2 * numbers[0] + 1)
+        by_axes = tensor.unflatten(0, (self.rows.size, self.heads.size))
+        of_rows = self.rows.reduce_scatter(by_axes, range(self.rows.size), tag=2 * numbers[0] + 1)
+        return self.heads.reduce_scatter(of_rows, range(self.heads.size), tag=2 * numbers[1] + 1)
+
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
     """The axes of a 1-D or 2-D mesh.
@@ -221,12 +235,8 @@ class _Unshard(torch.autograd.Function):
         largest = max(sum(stop - start for start, stop in runs) for runs in all_runs)
         padded = rows.new_zeros(largest, *rows.shape[1:])
         padded[: rows.shape[0]] = rows
-        for communicator, number in ((ranks.heads, numbers[1]), (ranks.rows, numbers[0])):
-            if communicator is not None:
-                padded = communicator.all_gather(padded, tag=2 * number)
-        gathered = padded.reshape(len(all_runs), largest, *rows.shape[1:])
         full = rows.new_empty(total, *rows.shape[1:])
-        for part, runs in zip(gathered, all_runs, strict=True):
+        for part, runs in zip(ranks.all_gather(padded, numbers), all_runs, strict=True):
             row = 0
             for start, stop in runs:
                 full[start:stop] = part[row : row + stop - start]
