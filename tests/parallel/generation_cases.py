@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+HYBRID = {"head_gates": True, "key_convolution": 3, "layer_rope_thetas": (0.0, 1e4), "layer_scale_lengths": (5, 0)}
 CHUNKS = [1, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1]
 """Tokens after the prompt, by call."""
 
@@ -47,7 +48,7 @@ class Case(NamedTuple):
 
 CASES = {
     "segments shorter than a shard, shifted layers": Case({}, 2, 41, "contiguous"),
-    "the same in zigzag": Case({}, 2, 41, "zigzag"),
+    "in zigzag, keys of two rows before": Case(HYBRID, 2, 41, "zigzag"),
     "segments longer than a shard": Case(
         {"segment_lengths": [11, 1000], "dilation_rates": [2, 5]}, 1, 37, "zigzag", "heads"
     ),
@@ -63,8 +64,8 @@ CASES = {
         29,
         "zigzag",
     ),
-    "one token": Case({}, 2, 1, "contiguous"),
-    "fewer tokens than ranks": Case({}, 3, 2, "zigzag"),
+    "one token, keys of two rows before": Case(HYBRID, 2, 1, "contiguous"),
+    "fewer tokens than ranks, shifted keys": Case({"shifted_keys": True}, 3, 2, "zigzag"),
     "nothing but itself": Case({"segment_lengths": [1], "dilation_rates": [1]}, 1, 11, "contiguous"),
 }
 
