@@ -32,7 +32,10 @@ def _peaks(series: dict[tuple[str, int], list[Moment]]) -> dict[tuple[str, int],
 
 
 RECOMPUTED = {"gradient_checkpointing": True, "checkpoint_every": 2}
-OTHERS = {"activation": "gelu", "num_kv_heads": 1, "dropout": 0.1, "tie_embeddings": False}
+OTHERS = {
+    "activation": "gelu", "num_kv_heads": 1, "dropout": 0.1, "tie_embeddings": False, "head_gates": True,
+    "key_convolution": 3, "layer_rope_thetas": (0.0, 1e4), "layer_scale_lengths": (9, 0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,9 @@ def _random_settings() -> Iterator[TrainSettings]:
             "vocab_size": draw.choice([256, 8209, 20011]),
             "gradient_checkpointing": True,
             "checkpoint_every": draw.choice([1, 3]),
+            "layer_rope_thetas": draw.choice([(), (0.0, 1e4)]),
+            "head_gates": draw.choice([False, True]),
+            "key_convolution": draw.choice([1, 2]),
         }
         yield _settings(
             model,
