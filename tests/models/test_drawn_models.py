@@ -67,7 +67,7 @@ def defined(model: LongNetLM, ids: Tensor) -> Tensor:
     return dense.states(dense.embedded(ids), is_causal=True) @ head.T
 
 
-@examples(20)
+@examples(20, is_shrunk=False)
 @given(configurations(), st.integers(1, 40), st.integers(0, 2**31))
 def test_logits_and_gradients_are_those_of_the_definition(config: LongNetConfig, length: int, seed: int) -> None:
     model = drawn_model(config, seed)
@@ -82,7 +82,7 @@ def test_logits_and_gradients_are_those_of_the_definition(config: LongNetConfig,
         torch.testing.assert_close(gradient, reference, atol=100 * TOLERANCE * scale, rtol=0)
 
 
-@examples(20)
+@examples(20, is_shrunk=False)
 @given(configurations(), st.data())
 @torch.no_grad()
 def test_padded_and_packed_rows_give_what_they_give_alone(config: LongNetConfig, data: st.DataObject) -> None:
@@ -105,7 +105,7 @@ def test_padded_and_packed_rows_give_what_they_give_alone(config: LongNetConfig,
         torch.testing.assert_close(padded[row, start:stop], alone[0], atol=TOLERANCE, rtol=0)
 
 
-@examples(20)
+@examples(20, is_shrunk=False)
 @given(configurations(), st.data())
 @torch.no_grad()
 def test_cached_rows_are_those_of_one_call(config: LongNetConfig, data: st.DataObject) -> None:
