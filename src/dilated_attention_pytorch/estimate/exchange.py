@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
 
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.plan.layout import Layout, shard_runs
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
@@ -98,7 +100,7 @@ def _estimate_of(settings: TrainSettings, layer: int) -> ParallelEstimate:
 
 
 def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
-    model, sent = settings.model, 0
+    model, sent, element = settings.model, 0, computing_dtype(settings.precision).itemsize
     again = recomputed_layers(model) if is_training else []
     of_pattern: dict[object, ParallelEstimate] = {}
     for layer in range(model.num_layers):
@@ -109,8 +111,24 @@ def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
         forward = 2 if layer in again else 1
         both = zip(one.forward_bytes, one.backward_bytes, strict=True)
         sent += max(forward * there + is_training * back for there, back in both)
+        sent += (forward * element + is_training * max(element, _FLOAT32)) * _previous_keys(settings, one.layout)
     batches = settings.gradient_accumulation if is_training else 1
     return SentBytes("rows", batches * sent)
+
+
+def _previous_keys(settings: TrainSettings, layout: Layout) -> int:
+    """Numbers that a process sends for keys that are made of several rows: the last rows of its runs, to all others."""
+    model, ring, heads = settings.model, settings.context_parallel // settings.heads_parallel, settings.heads_parallel
+    if not model.num_previous_keys:
+        return 0
+    shards = (
+        shard_runs(settings.context_length, ring, rank, layout, part=(part, heads))
+        for rank in range(ring)
+        for part in range(heads)
+    )
+    width = max(sum(min(model.num_previous_keys, stop - start) for start, stop in runs) for runs in shards)
+    key_width = math.prod(heads_of(model)) // settings.tensor_parallel
+    return (settings.context_parallel - 1) * width * settings.batch_size * key_width
 
 
 def _activations(settings: TrainSettings) -> SentBytes:
