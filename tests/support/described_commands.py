@@ -33,7 +33,7 @@ _MODEL_GROUP = (
     "model.activation model.offset_rule model.layer_segment_shifts model.dropout model.attention_dropout "
     "model.rope_theta model.shifted_keys model.layernorm_eps model.tie_embeddings model.checkpoint_every"
 )
-_STAGES = "stages.lengths stages.fractions stages.windows stages.learning_rates stages.patterns"
+_STAGES = "stages.lengths stages.fractions stages.windows stages.learning_rates stages.patterns random_local_windows"
 _DATA = "data* tokenizer* data_weights text_field cache packing max_tokens max_batch_size file_start_fraction workers"
 _TILES = "tile_size* tile_spacing encoder magnification num_heads prefix"
 _MACHINE = "device* threads engine ray_address"
