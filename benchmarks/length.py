@@ -188,7 +188,7 @@ def flops_of(settings: TrainSettings, step: int | None = None) -> int:
 
 def stages_of(settings: TrainSettings) -> Stages:
     """The stages of a run; a single one if it has none."""
-    return Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+    return Stages.of(settings)
 
 
 def trained(name: str, settings: TrainSettings, given: Length) -> None:

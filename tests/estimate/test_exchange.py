@@ -60,6 +60,23 @@ def _steps(several: list[TrainSettings]) -> list[SentBytes]:
     return [_step(settings) for settings in several]
 
 
+def test_drawn_windows_send_the_mean_of_what_each_of_them_sends() -> None:
+    def rows(before: int, layout: str, **changes: Any) -> int:
+        model = {"segment_lengths": (), "dilation_rates": (), "layer_patterns": (f"local_window({before})",)}
+        settings = _settings(model, context_parallel=2, layout=layout, steps=20, **changes)
+        return dict(exchanges(settings, 2))["rows"]
+
+    # In 18 of 20 steps one of four sizes is drawn.
+    sizes = (5, 80, 5, 21)
+    found = rows(40, "zigzag", random_local_windows=sizes)
+    expected = (18 * sum(rows(size, "zigzag") for size in sizes) + 2 * 4 * rows(40, "zigzag")) / 80
+    assert expected - 3 < found <= expected  # three layers, each rounded down
+    # A run has one layout, that of its own windows.
+    assert (rows(200, "auto"), rows(5, "auto")) == (rows(200, "zigzag"), rows(5, "contiguous"))
+    expected = (18 * rows(5, "zigzag") + 2 * rows(200, "zigzag")) / 20
+    assert expected - 3 < rows(200, "auto", random_local_windows=(5,)) <= expected
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_sends_what_was_planned(processes: int) -> None:
     tied, recomputed = {"tie_embeddings": False}, {"gradient_checkpointing": True}

@@ -121,6 +121,24 @@ def test_a_machine_whose_seconds_grow_with_layers_rows_and_pairs_is_predicted_ex
     assert three.seconds.total - plan.seconds.total == pytest.approx(2 * (plan.seconds.total - plan.seconds.optimizer))
 
 
+def test_a_step_with_drawn_windows_is_predicted_from_measured_steps_with_the_models_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _stands_still(monkeypatch)
+    windows = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,), "num_layers": 2}
+    own = _settings(windows | {"layer_patterns": ("local_window(150)",)}, steps=20)
+    drawn = dataclasses.replace(own, random_local_windows=(10, 60))
+    measured = [
+        measure_here(one, "cpu", is_quiet=True, folder=tmp_path / str(place)) for place, one in enumerate((own, drawn))
+    ]
+    assert measured[0] == dataclasses.replace(measured[1], sheet=measured[0].sheet)
+    # In 18 of 20 steps one of two sizes is drawn.
+    pairs = {before: sum(min(row, before) + 1 for row in range(211)) for before in (10, 60, 150)}
+    mean = (9 * (pairs[10] + pairs[60]) + 2 * pairs[150]) / 20
+    found = measured[1].seconds(drawn).attention
+    assert found == pytest.approx(2 * (2 * 211 * 1e-6 + 2 * 2 * mean * 1e-9), rel=1e-3)
+
+
 def test_a_step_is_predicted_from_the_nearest_that_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

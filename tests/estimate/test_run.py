@@ -55,6 +55,32 @@ def test_a_step_has_the_operations_that_pytorch_counts(model: dict[str, Any]) ->
     assert counter.get_total_flops() == step_work(settings).total
 
 
+def test_a_step_with_drawn_windows_has_the_mean_operations_of_their_steps() -> None:
+    def counted(before: int) -> int:
+        longnet = LongNetForCausalLM.from_longnet_config(_windowed(before).model).train()
+        ids = torch.zeros(2, 211, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            longnet(input_ids=ids, labels=ids, skip_logits=True).loss.backward()
+        return counter.get_total_flops()
+
+    # In 18 of 20 steps one of three sizes is drawn, 7 in two thirds of them.
+    settings = _windowed(40, steps=20, random_local_windows=(7, 100, 7))
+    expected = (18 * (2 * counted(7) + counted(100)) / 3 + 2 * counted(40)) / 20
+    pair = 3 * 2 * 2 * (2 + 5 + 2) * 4  # of all layers, with recomputation
+    assert expected - pair < step_work(settings).total <= expected
+    own, drawn = (plan_run(one, 1, sheet_of("H200"), purpose="forward") for one in (_windowed(40), settings))
+    assert (own.model_flops, own.footprint) == (drawn.model_flops, drawn.footprint)
+    assert (
+        plan_run(settings, 1, sheet_of("H200")).model_flops < plan_run(_windowed(100), 1, sheet_of("H200")).model_flops
+    )
+
+
+def _windowed(before: int, **changes: Any) -> TrainSettings:
+    layers = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,)}
+    layers |= {"layer_patterns": (f"local_window({before}) + global_tokens(2)",), "gradient_checkpointing": True}
+    return _settings(layers, **changes)
+
+
 def test_a_step_is_all_its_batches_and_one_step_of_the_optimizer() -> None:
     one, three = (plan_run(_settings({}, gradient_accumulation=number), 1, sheet_of("H200")) for number in (1, 3))
     assert three.tokens == 3 * one.tokens == 3 * 2 * 211

@@ -34,7 +34,7 @@ _MODEL_GROUP = (
     "model.rope_theta model.layer_rope_thetas model.layer_scale_lengths model.head_gates model.key_convolution "
     "model.shifted_keys model.layernorm_eps model.tie_embeddings model.checkpoint_every"
 )
-_STAGES = "stages.lengths stages.fractions stages.windows stages.learning_rates stages.patterns"
+_STAGES = "stages.lengths stages.fractions stages.windows stages.learning_rates stages.patterns random_local_windows"
 _DATA = "data* tokenizer* data_weights text_field cache packing max_tokens max_batch_size file_start_fraction workers"
 _TILES = "tile_size* tile_spacing encoder magnification num_heads prefix"
 _MACHINE = "device* threads engine ray_address"

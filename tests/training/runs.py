@@ -33,6 +33,7 @@ from dilated_attention_pytorch.training.callbacks import Metrics
 from dilated_attention_pytorch.training.checkpoint import Start, staging_folder
 from dilated_attention_pytorch.training.lifecycle import OpenRun
 from dilated_attention_pytorch.training.manifest import MANIFEST_NAME, read_sealed, sealed, write_manifest
+from dilated_attention_pytorch.training.stages import StageSettings
 from dilated_attention_pytorch.training.trainer import LongNetTrainer
 
 
@@ -105,26 +106,30 @@ def small_settings(texts: Path, **changes: Any) -> TrainSettings:
     """
     recomputing, dropout = changes.pop("recomputing", False), changes.pop("dropout", 0.0)
     embed_dim, ffn_dim = changes.pop("widths", (32, 56))
+    layer_patterns = changes.pop("layer_patterns", ())
+    segments: dict[str, Any] = {
+        "segment_lengths": (13, 48, 97), "dilation_rates": (1, 2, 3), "layer_segment_shifts": (0, 24)
+    }  # fmt: skip
     model = LongNetConfig(
         embed_dim=embed_dim,
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         ffn_dim=ffn_dim,
-        segment_lengths=(13, 48, 97),
-        dilation_rates=(1, 2, 3),
-        layer_segment_shifts=(0, 24),
+        layer_patterns=layer_patterns,
         layer_rope_thetas=(0.0, 1e4),
         layer_scale_lengths=(20, 0),
         head_gates=True,
         key_convolution=3,
         gradient_checkpointing=recomputing,
         dropout=dropout,
+        **({} if layer_patterns else segments),
     )
     given: dict[str, Any] = {
         "model": model, "data": (texts,), "context_length": 97, "steps": 20, "batch_size": 2, "threads": 1,
         "optimizer": "adamw", "precision": "float32", "device": "cpu", "log_steps": 1, "eval_steps": 10,
         "eval_windows": 5, "final_eval_windows": 7, "quarter_files": 2, "save_steps": 10, "sample_length": 9,
+        "stages": StageSettings.from_dict(changes.pop("stages", {})),
         **changes,
     }  # fmt: skip
     return TrainSettings(**given)

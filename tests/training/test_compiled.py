@@ -23,9 +23,16 @@ IN_SWEEP = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=IN_SWEEP)])
+DRAWN: dict[str, Any] = {"layer_patterns": ("local_window(20)",), "random_local_windows": (2, 50), "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [("aot_eager", {}), ("aot_eager", DRAWN), pytest.param("inductor", {}, marks=IN_SWEEP)],
+    ids=["aot_eager", "drawn windows", "inductor"],
+)
 def test_a_compiled_run_has_the_losses_of_one_that_is_not(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
+    backend: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Any
 ) -> None:
     """Blocks of 30 rows of the 194 of a batch. "aot_eager" traces forward and backward, and generates no code."""
     monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 256 * 30)
@@ -49,6 +56,7 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(
             final_eval_windows=1,
             quarter_files=1,
             sample_length=1,
+            **changes,
         )
         run = train(settings, tmp_path / str(is_compiled), quiet()).run
         losses.append([entry["loss"] for entry in read_metrics(run) if "loss" in entry])

@@ -162,6 +162,42 @@ def test_several_processes_follow_one(
     _check_parts_of_matrices(folder, num_processes, figure)
 
 
+STEP_PATTERNS: dict[str, dict[str, Any]] = {
+    "staged": {
+        "stages": {
+            "lengths": (48, 97),
+            "patterns": ("DilatedPattern([13, 48], [1, 2])", "DilatedPattern([48, 97], [2, 3])"),
+        }
+    },
+    "drawn": {
+        "layer_patterns": ("local_window(20)", "local_window(9) + DilatedPattern([48, 97], [2, 3])"),
+        "random_local_windows": (2, 50),
+        "seed": 3,
+    },
+}
+
+
+def test_every_process_has_the_patterns_of_the_step(tmp_path: Path, figure: Any) -> None:
+    """Of its own heads under tensor parallelism, and the same draw as all others."""
+    few = {"steps": 6, "eval_steps": 6, "save_steps": 6, "eval_windows": 1, "final_eval_windows": 1}
+    ways: dict[str, dict[str, Any]] = {
+        "staged, tensor": {"tensor_parallel": 2},
+        "drawn, tensor": {"tensor_parallel": 2},
+        "drawn, ring": {"context_parallel": 2, "strategy": "ring"},
+        "drawn, data": {"batch_size": 1},
+    }
+    texts = write_texts(tmp_path / "texts")
+    for name, changes in STEP_PATTERNS.items():
+        train(small_settings(texts, **few, **changes), tmp_path / name, quiet())
+    cases = {name: {**few, **STEP_PATTERNS[name.partition(",")[0]], **spreading} for name, spreading in ways.items()}
+    spread(2, tmp_path, [(name, changes, None) for name, changes in cases.items()])
+    for name in cases:
+        found, expected = (weights(tmp_path / run) for run in (name, name.partition(",")[0]))
+        distance = furthest(found, expected)
+        figure(f"6 steps beside one process, {name}: largest difference of a weight", f"{distance:.1e}")
+        assert distance <= WEIGHT_TOLERANCE
+
+
 def test_two_processes_follow_one_in_lower_precision_and_a_rank_that_sleeps_is_named(folder: Path, figure: Any) -> None:
     """float16, whose gradients overflow at first, and moments in bfloat16, which are rounded at random."""
     few = {"steps": 8, "eval_steps": 8, "save_steps": 8, "eval_windows": 1, "final_eval_windows": 1}

@@ -19,7 +19,7 @@ from dilated_attention_pytorch.training import resume, train
 from dilated_attention_pytorch.training.callbacks import Metrics, read_metrics
 from dilated_attention_pytorch.training.faults import cost_of_faults, note_fault
 from dilated_attention_pytorch.training.measures import WorkDone, matrix_product_rate, peak_memory
-from dilated_attention_pytorch.training.stages import Stages
+from dilated_attention_pytorch.training.stages import Stages, StageSettings
 from training.runs import quiet, stopped_run, tiny_settings, write_texts
 
 
@@ -65,6 +65,34 @@ def test_a_stage_has_the_operations_of_its_windows_and_its_pattern() -> None:
     found = training_flops(longnet_flops(config), stages, 5)
     expected = 3 * 4 * longnet_flops(narrow).of_text(16) + 2 * longnet_flops(config).of_text(64)
     assert found == 3 * expected
+
+
+def test_steps_with_drawn_windows_have_the_operations_of_their_windows() -> None:
+    config = LongNetConfig(
+        embed_dim=12,
+        num_layers=3,
+        num_heads=2,
+        layer_patterns=("local_window(15)", "local_window(3) + global_tokens(2)"),
+    )
+    settings = dataclasses.replace(
+        tiny_settings(Path("x")),
+        model=config,
+        context_length=64,
+        steps=37,
+        stages=StageSettings(lengths=(16, 64)),
+        random_local_windows=(1, 40),
+    )
+    stages, flops = Stages.of(settings), longnet_flops(config)
+
+    def of_step(step: int) -> int:
+        patterns = stages.patterns_at(step) or [config.pattern(layer) for layer in range(3)]
+        length, windows = (16, 4) if step < 19 else (64, 1)
+        positions = torch.arange(length)
+        pairs = sum(int(pattern.counts(positions, positions, 2, is_causal=True).sum()) for pattern in patterns)
+        return 3 * windows * (2 * config.num_matrix_weights * length + 4 * 6 * pairs)
+
+    for step in (0, 1, 19, 20, 33, 34, 37):
+        assert training_flops(flops, stages, step) == sum(map(of_step, range(step)))
 
 
 _WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.patterns import Pattern
+from dilated_attention_pytorch.patterns.blocks import with_local_window
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
-from dilated_attention_pytorch.training.stages import StageSettings
+from dilated_attention_pytorch.training.stages import StageSettings, steps_with_drawn_windows
 
 from .workload import Workload
 
@@ -50,6 +54,24 @@ def recomputed_layers(model: LongNetConfig) -> list[int]:
     """Layers that are computed again in the backward pass."""
     layers = range(model.num_layers if model.gradient_checkpointing else 0)
     return [layer for layer in layers if model.is_recomputed(layer)]
+
+
+def patterns_of_steps(settings: TrainSettings, pattern: Pattern) -> Counter[Pattern]:
+    """The patterns that a layer with ``pattern`` has in the steps of the run, in proportion to their expected steps."""
+    sizes = settings.random_local_windows
+    if not sizes:
+        return Counter({pattern: 1})
+    drawn = steps_with_drawn_windows(settings.steps)
+    numbers = Counter({pattern: len(sizes) * (settings.steps - drawn)})
+    for before in sizes:
+        numbers[with_local_window(pattern, before)] += drawn
+    return numbers
+
+
+def mean_of_steps(settings: TrainSettings, pattern: Pattern, number: Callable[[Pattern], int]) -> int:
+    """The mean of ``number`` over :func:`patterns_of_steps`, rounded down."""
+    patterns = patterns_of_steps(settings, pattern)
+    return sum(times * number(one) for one, times in patterns.items()) // patterns.total()
 
 
 def attention_of(settings: TrainSettings, length: int, batch_size: int, *, is_training: bool = True) -> Workload:

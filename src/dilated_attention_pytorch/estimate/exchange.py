@@ -10,11 +10,12 @@ import torch
 
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.plan.layout import Layout, shard_runs
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import heads_of, recomputed_layers, rows_of_batch
+from .batch import heads_of, mean_of_steps, recomputed_layers, rows_of_batch
 from .parallel import ParallelEstimate, plan_parallel
 
 _FLOAT32 = 4
@@ -77,7 +78,7 @@ def _split_weights(model: LongNetConfig, p: int) -> int:
     return (p - 1) * (3 * model.num_layers * block + 2 * rest)
 
 
-def _estimate_of(settings: TrainSettings, layer: int) -> ParallelEstimate:
+def _estimate_of(settings: TrainSettings, pattern: Pattern) -> ParallelEstimate:
     """Cost of sending the rows of a layer's attention, with the strategy and layout that the run would choose."""
     model, tensor = settings.model, settings.tensor_parallel
     all_kv_heads, head_dim = heads_of(model)
@@ -85,7 +86,7 @@ def _estimate_of(settings: TrainSettings, layer: int) -> ParallelEstimate:
     ring = settings.context_parallel // settings.heads_parallel
     mesh = (ring, settings.heads_parallel) if settings.heads_parallel > 1 else ring
     plan = plan_parallel(
-        model.pattern(layer).for_heads(range(kv_heads), all_kv_heads),
+        pattern.for_heads(range(kv_heads), all_kv_heads),
         (settings.batch_size, settings.context_length, model.num_heads // tensor, head_dim),
         mesh,
         num_kv_heads=kv_heads,
@@ -100,20 +101,31 @@ def _estimate_of(settings: TrainSettings, layer: int) -> ParallelEstimate:
 
 
 def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
-    model, sent, element = settings.model, 0, computing_dtype(settings.precision).itemsize
+    model, sent = settings.model, 0
     again = recomputed_layers(model) if is_training else []
-    of_pattern: dict[object, ParallelEstimate] = {}
+    of_layer: dict[tuple[Pattern, int], int] = {}
     for layer in range(model.num_layers):
-        pattern = model.pattern(layer)
-        if pattern not in of_pattern:
-            of_pattern[pattern] = _estimate_of(settings, layer)
-        one = of_pattern[pattern]
-        forward = 2 if layer in again else 1
-        both = zip(one.forward_bytes, one.backward_bytes, strict=True)
-        sent += max(forward * there + is_training * back for there, back in both)
-        sent += (forward * element + is_training * max(element, _FLOAT32)) * _previous_keys(settings, one.layout)
+        pattern, forward = model.pattern(layer), 2 if layer in again else 1
+        if (pattern, forward) not in of_layer:
+            of_layer[pattern, forward] = _rows_of_layer(settings, pattern, forward, is_training=is_training)
+        sent += of_layer[pattern, forward]
     batches = settings.gradient_accumulation if is_training else 1
     return SentBytes("rows", batches * sent)
+
+
+def _rows_of_layer(settings: TrainSettings, pattern: Pattern, forward: int, *, is_training: bool) -> int:
+    """Bytes of ``forward`` forward passes of a layer, and of its backward pass: the mean over the steps of the run."""
+    chosen = _estimate_of(settings, pattern)
+    settings = dataclasses.replace(settings, strategy=chosen.strategy, layout=chosen.layout)
+
+    def sent(one: Pattern) -> int:
+        estimate = _estimate_of(settings, one)
+        both = zip(estimate.forward_bytes, estimate.backward_bytes, strict=True)
+        return max(forward * there + is_training * back for there, back in both)
+
+    element = computing_dtype(settings.precision).itemsize
+    of_keys = (forward * element + is_training * max(element, _FLOAT32)) * _previous_keys(settings, chosen.layout)
+    return of_keys + mean_of_steps(settings, pattern, sent)
 
 
 def _previous_keys(settings: TrainSettings, layout: Layout) -> int:

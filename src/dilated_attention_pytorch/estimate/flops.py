@@ -28,7 +28,7 @@ from dilated_attention_pytorch.patterns.flops import (
 )
 
 from .attention import GRADIENTS
-from .batch import heads_of, recomputed_layers, rows_of_batch, texts_of_batch
+from .batch import heads_of, mean_of_steps, recomputed_layers, rows_of_batch, texts_of_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +93,9 @@ class PassFlops:
         return self.per_token * length + self.attention(length)
 
     def under(self, patterns: Sequence[Pattern]) -> PassFlops:
-        """A forward pass of which the layers have other patterns."""
+        """A forward pass of which the layers have other patterns; the same one if there are none."""
+        if not patterns:
+            return self
         pairs = zip(self.forward, patterns, strict=True)
         return replace(self, forward=tuple(call._replace(pattern=pattern) for call, pattern in pairs))
 
@@ -117,9 +119,8 @@ def _real_tensors() -> Iterator[None]:
 
 def training_flops(flops: PassFlops, stages: Stages, step: int) -> int:
     """Operations of the first ``step`` optimizer steps, forward and backward, one window of the longest each."""
-    of_stages = [flops.under(patterns) for patterns in stages.patterns] or [flops] * len(stages.lengths)
-    counts = zip(stages.windows_after(step), stages.lengths, of_stages, strict=True)
-    return FORWARD_AND_BACKWARD * sum(count * of_stage.of_text(length) for count, length, of_stage in counts)
+    texts = stages.texts_after(step)
+    return FORWARD_AND_BACKWARD * sum(count * flops.under(own).of_text(length) for count, length, own in texts)
 
 
 def documents_flops(flops: PassFlops, lengths: Sequence[int]) -> int:
@@ -206,8 +207,9 @@ class StepWork(NamedTuple):
 def step_work(settings: TrainSettings) -> StepWork:
     """Operations of a step on all its batches, as ``FlopCounterMode`` counts them.
 
-    A batch takes three products for each of the forward pass, and for attention those of its backward pass too.
-    Recomputed blocks add their forward pass, and the logits are computed again where the loss takes several blocks.
+    A batch takes three products for each of the forward pass, and for attention those of its backward pass too; with
+    random_local_windows in the mean over the steps of the run. Recomputed blocks add their forward pass, and the logits
+    are computed again where the loss takes several blocks.
     """
     model = settings.model
     flops = longnet_flops(model)
@@ -226,15 +228,17 @@ def step_work(settings: TrainSettings) -> StepWork:
 
 
 def pairs_of(settings: TrainSettings) -> dict[Pattern, int]:
-    """Pairs of a batch under each pattern, over key/value heads."""
-    model = settings.model
-    kv_heads, _ = heads_of(model)
-    return {
-        pattern: sum(
+    """Pairs of a batch under each pattern of the model, over key/value heads: the mean over the steps of the run."""
+    kv_heads, _ = heads_of(settings.model)
+
+    def pairs(pattern: Pattern) -> int:
+        return sum(
             count * pattern.num_pairs(length, num_kv_heads=kv_heads, is_causal=True)
             for length, count in texts_of_batch(settings).items()
         )
-        for pattern in dict.fromkeys(model.different_patterns)
+
+    return {
+        pattern: mean_of_steps(settings, pattern, pairs) for pattern in dict.fromkeys(settings.model.different_patterns)
     }
 
 

@@ -364,6 +364,7 @@ class _Probe:
             batch_size=texts,
             gradient_accumulation=1,
             packing="windows",
+            random_local_windows=(),
             **of_mesh(),
         )
 

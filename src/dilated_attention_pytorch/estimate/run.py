@@ -111,8 +111,9 @@ def plan_run(
         )
     is_training = purpose == "training"
     if not is_training:
-        # An evaluation takes rows of the context length, where training takes batches of documents, too.
-        settings = with_length(settings, settings.context_length, gradient_accumulation=1)
+        # An evaluation takes rows of the context length, where training takes batches of documents, too, and has the
+        # model's own windows.
+        settings = with_length(settings, settings.context_length, gradient_accumulation=1, random_local_windows=())
     sharing = settings.context_parallel * settings.tensor_parallel
     batches = num_processes // sharing * settings.gradient_accumulation
     forward = forward_work(settings)

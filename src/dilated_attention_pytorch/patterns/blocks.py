@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -181,6 +181,24 @@ def local_window(before: int, after: int = 0) -> BlockPattern:
     """
     _check_integers(least=0, before=before, after=after)
     return BlockPattern(HeadRule(Window(before, after)))
+
+
+def has_local_window(pattern: Pattern) -> bool:
+    """Whether a :func:`local_window` is part of a pattern, of all heads or of some."""
+    return any(isinstance(rule.rule, Window) for rule in pattern.rules)
+
+
+def with_local_window(pattern: Pattern, before: int) -> Pattern:
+    """The pattern with ``before`` as the size to the left of every :func:`local_window` in it.
+
+    >>> with_local_window(local_window(7, 3) + global_tokens(2), 31)
+    local_window(31, 3) + global_tokens(2)
+    """
+    if isinstance(pattern, PatternSum):
+        return PatternSum(tuple(with_local_window(one, before) for one in pattern.patterns))
+    if not isinstance(pattern, BlockPattern) or not isinstance(pattern.rule.rule, Window):
+        return pattern
+    return BlockPattern(replace(pattern.rule, rule=replace(pattern.rule.rule, before=before)))
 
 
 def global_tokens(num_tokens: int) -> BlockPattern:

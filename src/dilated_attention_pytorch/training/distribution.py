@@ -29,7 +29,7 @@ from dilated_attention_pytorch.plan.layout import Layout
 
 from .autocast import computing_dtype
 from .settings import Strategy, TrainSettings
-from .tensor_parallel import order_of, row_orders, split_matrices
+from .tensor_parallel import order_of, own_patterns, row_orders, split_matrices
 from .zero import ZeroEngine, zero_stage
 
 _AXES = ("data", "ring", "heads", "tensor")
@@ -153,6 +153,12 @@ class Distribution:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
             assert isinstance(model, FSDPModule)
+
+    def own_patterns(self, patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
+        """The patterns of the heads that this process computes, of those of a whole model."""
+        if self.mesh is None or self.tensor_size == 1:
+            return patterns
+        return own_patterns(patterns, self.settings.model, self.mesh["tensor"])
 
     def wrap(self, model: LongNetForCausalLM, on_gradients: Callable[[], None] = lambda: None) -> nn.Module:
         """``model`` for the training step, with gradients averaged over the processes.

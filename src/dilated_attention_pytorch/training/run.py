@@ -307,13 +307,7 @@ def _train_and_report(run: _Run) -> Outcome:
     settings, opened, args = run.settings, run.opened, run.args
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
-    stages = Stages.of(
-        settings.stages,
-        settings.model,
-        context_length=settings.context_length,
-        steps=settings.steps,
-        stage_steps=settings.stage_steps,
-    )
+    stages = Stages.of(settings)
     training = run.data.training(stages, windows_per_step)
     evaluation = run.data.evaluation()
     trainer = LongNetTrainer(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.patterns.blocks import has_local_window
 
 from .run_settings import (
     LARGEST_RATE,
@@ -75,6 +76,10 @@ class TrainSettings(RunSettings):
     """Windows of context_length tokens per batch and device. Per group of devices where they share a sequence."""
     stages: StageSettings = field(default_factory=StageSettings)
     """Stages with growing windows, each with its fraction of the steps, pattern and learning rate."""
+    random_local_windows: tuple[int, ...] = ()
+    """Sizes of which every step draws one, by its number and the seed, for every local_window of the model's layers.
+    All are equally likely; a size that is named twice is drawn twice as often. The last tenth of the steps and all
+    evaluations have the model's own windows, as in SWAX (arXiv 2509.24552). Default: always the model's own."""
     file_start_fraction: float = 0.0
     """Fraction of the training windows that start at the beginning of a file. The others start anywhere."""
     optimizer: Optimizer = "muon"
@@ -172,6 +177,7 @@ class TrainSettings(RunSettings):
                 f"{self.model.checkpoint_every} without it; set it too, or leave this out"
             )
         self.stages.check(self.context_length, self.steps, self.model, stage_steps=self.stage_steps)
+        self._check_random_local_windows()
         self._check_spreading()
         if self.context_parallel % self.heads_parallel:
             raise ValueError(
@@ -190,6 +196,19 @@ class TrainSettings(RunSettings):
                 "whose tokens they are (--tokenizer)"
             )
         self._check_packing()
+
+    def _check_random_local_windows(self) -> None:
+        sizes = self.random_local_windows = tuple(self.random_local_windows)
+        if any(isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < LONGEST_TEXT for size in sizes):
+            raise ValueError(
+                f"random_local_windows must be integers of at least 0 and below {LONGEST_TEXT}, got {list(sizes)}"
+            )
+        if sizes and not any(map(has_local_window, self.model.different_patterns)):
+            raise ValueError(
+                "random_local_windows replace the sizes of the model's local windows, and no layer has one: got "
+                f"{list(sizes)} with {self.model.pattern_in_words}; name local_window(N) in model.layer_patterns, or "
+                "leave them out"
+            )
 
     def _check_data(self) -> None:
         for name in ("max_tokens", "max_batch_size"):
@@ -278,7 +297,9 @@ class TrainSettings(RunSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
-        values = {**RunSettings.to_dict(self), "data_weights": list(self.data_weights)}
+        values = RunSettings.to_dict(self)
+        for name in ("data_weights", "random_local_windows"):
+            values[name] = list(values[name])
         for name in ("init_from", "tokenizer", "cache", "offload_folder"):
             path = values[name]
             values[name] = None if path is None else str(path.absolute())

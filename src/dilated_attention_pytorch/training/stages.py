@@ -1,16 +1,25 @@
-"""Stages of a run with growing windows, each with its fraction of the steps, pattern and learning rate."""
+"""Stages of a run with growing windows, each with its fraction of the steps, pattern and learning rate; the patterns
+of every step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, pattern_from_expression
+from dilated_attention_pytorch.patterns.blocks import with_local_window
+from dilated_attention_pytorch.patterns.mixing import splitmix64
+
+if TYPE_CHECKING:
+    from .settings import TrainSettings
 
 _SHORTEST = 8
 
@@ -145,6 +154,15 @@ def check_stage_ends(ends: Sequence[int]) -> None:
         )
 
 
+def steps_with_drawn_windows(steps: int) -> int:
+    """The steps of a run that random_local_windows apply to: all but the last tenth, rounded up.
+
+    >>> [steps_with_drawn_windows(steps) for steps in (1, 9, 10, 11, 100)]
+    [0, 8, 9, 9, 90]
+    """
+    return steps * 9 // 10
+
+
 @dataclass(frozen=True, slots=True)
 class Stages:
     """The stages of a run by optimizer step.
@@ -155,6 +173,8 @@ class Stages:
         windows: windows per window of the longest length, by stage.
         learning_rates: factors of the learning rates.
         patterns: attention patterns of the layers; empty if the model's own apply.
+        drawn: attention patterns of the layers under each of random_local_windows.
+        seed: seed of their draws.
     """
 
     lengths: tuple[int, ...]
@@ -162,19 +182,25 @@ class Stages:
     windows: tuple[int, ...]
     learning_rates: tuple[float, ...] = ()
     patterns: tuple[tuple[Pattern, ...], ...] = ()
+    drawn: tuple[tuple[Pattern, ...], ...] = ()
+    seed: int = 0
 
     @classmethod
-    def of(
-        cls, settings: StageSettings, model: LongNetConfig, *, context_length: int, steps: int, stage_steps: int = 0
-    ) -> Stages:
-        """The stages of a run of ``model`` with the final window length ``context_length``."""
-        lengths = settings.lengths or (context_length,)
+    def of(cls, settings: TrainSettings) -> Stages:
+        """The stages of a run."""
+        stages, model = settings.stages, settings.model
+        lengths = stages.lengths or (settings.context_length,)
+        own = [model.pattern(layer) for layer in range(model.num_layers)]
         return cls(
             lengths,
-            stage_ends(steps, len(lengths), settings.fractions, stage_steps=stage_steps),
-            settings.windows or tuple(context_length // length for length in lengths),
-            settings.learning_rates,
-            settings.patterns_of(model),
+            stage_ends(settings.steps, len(lengths), stages.fractions, stage_steps=settings.stage_steps),
+            stages.windows or tuple(settings.context_length // length for length in lengths),
+            stages.learning_rates,
+            stages.patterns_of(model),
+            tuple(
+                tuple(with_local_window(pattern, before) for pattern in own) for before in settings.random_local_windows
+            ),
+            settings.seed,
         )
 
     def at(self, step: int) -> int:
@@ -187,15 +213,28 @@ class Stages:
 
     def patterns_at(self, step: int) -> tuple[Pattern, ...]:
         """The attention patterns of the layers at an optimizer step; empty if the model's own apply."""
+        if self.drawn and step < steps_with_drawn_windows(self.ends[-1]):
+            return self.drawn[int(self._draws(step, step + 1))]
         return self.patterns[self.at(step)] if self.patterns else ()
 
-    def windows_after(self, step: int) -> tuple[int, ...]:
-        """Windows of each stage in the first ``step`` optimizer steps, for one batch of one window of the longest
-        length per step."""
-        starts = (0, *self.ends)
-        done = [max(0, min(step, end) - start) for start, end in zip(starts, self.ends, strict=False)]
-        return tuple(steps * count for steps, count in zip(done, self.windows, strict=True))
+    def _draws(self, start: int, stop: int) -> Tensor:
+        """Indices into ``drawn`` of the steps from ``start`` up to ``stop``, each from the seed and the step alone."""
+        return splitmix64(splitmix64(torch.tensor(self.seed)) ^ torch.arange(start, stop)) % len(self.drawn)
+
+    def texts_after(self, step: int) -> Iterator[tuple[int, int, tuple[Pattern, ...]]]:
+        """Numbers, lengths and :meth:`patterns_at` of the texts in the first ``step`` optimizer steps, for one batch of
+        one window of the longest length per step."""
+        drawn_until = steps_with_drawn_windows(self.ends[-1]) if self.drawn else 0
+        of_stages = self.patterns or ((),) * len(self.lengths)
+        each = zip((0, *self.ends), self.ends, self.windows, self.lengths, of_stages, strict=False)
+        for start, end, count, length, patterns in each:
+            stop = max(start, min(step, end))
+            own_from = max(start, min(stop, drawn_until))
+            if own_from > start:
+                numbers = self._draws(start, own_from).bincount(minlength=len(self.drawn)).tolist()
+                yield from ((count * number, length, drawn) for number, drawn in zip(numbers, self.drawn, strict=True))
+            yield count * (stop - own_from), length, patterns
 
     def tokens_after(self, step: int) -> int:
-        """Number of tokens in these windows."""
-        return sum(count * length for count, length in zip(self.windows_after(step), self.lengths, strict=True))
+        """Number of tokens in these texts."""
+        return sum(count * length for count, length, _ in self.texts_after(step))

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM
 from dilated_attention_pytorch.models.blocks import LongNetBlock
+from dilated_attention_pytorch.patterns import Pattern
 
 
 def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
@@ -29,9 +30,8 @@ def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
         model: with full weights, equal in all processes.
         mesh: one axis, whose size divides key/value heads, feed-forward and vocabulary.
     """
-    config, size, rank = model.config, mesh.size(), mesh.get_local_rank()
-    assert config.num_kv_heads is not None
-    orders = row_orders(config, size)
+    config = model.config
+    orders = row_orders(config, mesh.size())
     for name, parameter in model.named_parameters():
         order = order_of(name, orders)
         if order is not None:
@@ -45,9 +45,15 @@ def split_matrices(model: LongNetLM, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, _plan())
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    heads = config.num_kv_heads // size
-    mine = range(rank * heads, (rank + 1) * heads)
-    model.patterns = tuple(pattern.for_heads(mine, config.num_kv_heads) for pattern in model.patterns)
+    model.patterns = own_patterns(model.patterns, config, mesh)
+
+
+def own_patterns(patterns: tuple[Pattern, ...], config: LongNetConfig, mesh: DeviceMesh) -> tuple[Pattern, ...]:
+    """The patterns of this process's heads, of those of all heads."""
+    assert config.num_kv_heads is not None
+    heads = config.num_kv_heads // mesh.size()
+    own = range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)
+    return tuple(pattern.for_heads(own, config.num_kv_heads) for pattern in patterns)
 
 
 def _plan() -> dict[str, ParallelStyle]:

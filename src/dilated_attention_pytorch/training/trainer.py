@@ -189,9 +189,9 @@ class LongNetTrainer(RunTrainer):
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """Context in which the model has the attention patterns of the step's stage."""
+        """Context in which the model has the attention patterns of the step."""
         longnet, own = self.model.model, self.model.model.patterns
-        longnet.patterns = self.stages.patterns_at(self.state.global_step) or own
+        longnet.patterns = self.distribution.own_patterns(self.stages.patterns_at(self.state.global_step)) or own
         try:
             yield
         finally:

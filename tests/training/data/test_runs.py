@@ -188,16 +188,25 @@ def test_a_tokenizer_of_a_mixture_is_trained_on_what_each_source_does_not_hold_o
     assert (tmp_path / "joined.json").read_text() != expected
 
 
+@pytest.mark.parametrize("drawn", [(), (3, 90)], ids=["own windows", "drawn windows"])
 @pytest.mark.parametrize("changes", [{"packing": "documents"}, MIXED], ids=["rows", "batches of a mixture"])
-def test_operations_are_those_of_every_document_by_itself(changes: dict[str, Any], world: Path) -> None:
+def test_operations_are_those_of_every_document_by_itself(
+    changes: dict[str, Any], drawn: tuple[int, ...], world: Path
+) -> None:
     settings = over_tokens(tiny_settings(world), world, **changes)
+    if drawn:
+        windows = {"layer_patterns": ("local_window(9)",), "layer_segment_shifts": (0,)}
+        model = dataclasses.replace(settings.model, segment_lengths=(), dilation_rates=(), **windows)
+        settings = dataclasses.replace(settings, model=model, random_local_windows=drawn)
     data = read_data(settings, read_tokenizer(settings), None)
-    stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+    stages = Stages.of(settings)
     training = data.training(stages, 3)
     work = data.work(training, stages, 3)
-    flops = longnet_flops(settings.model)
+    flops = [longnet_flops(settings.model).under(stages.patterns_at(step)) for step in range(2)]
+    assert len(set(flops)) == (2 if drawn else 1)
     lengths = [training[index]["cu_seqlens"].diff().tolist() for index in range(6)]
-    assert work.flops_after(2) == sum(3 * flops.of_text(length) for row in lengths for length in row)
+    expected = (3 * flops[index // 3].of_text(length) for index, row in enumerate(lengths) for length in row)
+    assert work.flops_after(2) == sum(expected)
     assert work.tokens_after(2) == sum(map(sum, lengths))
     assert (work.tokens_after(0), work.flops_after(0)) == (0, 0)
 

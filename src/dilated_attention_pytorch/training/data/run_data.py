@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -229,12 +229,13 @@ class RunData:
                 bytes_after=lambda step: first.tokens_after(step) * self.bytes_per_token,
                 flops_after=lambda step: samples_per_step * training_flops(flops, stages, step),
             )
-        of_length = cache(lambda length: documents_flops(flops, [length]))
+        of_text = cache(lambda patterns, length: documents_flops(flops.under(patterns), [length]))
         sums = [(0, 0)]
 
         def after(step: int) -> tuple[int, int]:
             while len(sums) <= step:
                 tokens, operations = sums[-1]
+                of_length = partial(of_text, stages.patterns_at(len(sums) - 1))
                 for index in range((len(sums) - 1) * samples_per_step, len(sums) * samples_per_step):
                     drawn = training.member_of(index) if isinstance(training, Mixture) else training
                     lengths = drawn.lengths_in(index)
