@@ -22,7 +22,7 @@ from .run_settings import (
     check_windows,
     renamed,
 )
-from .stages import StageSettings
+from .stages import Stages, StageSettings, stage_ends
 
 Optimizer = Literal["muon", "adamw", "adamw-bf16", "adamw-8bit"]
 Strategy = Literal["auto", "ring", "gather", "heads"]
@@ -265,6 +265,18 @@ class TrainSettings(RunSettings):
                 'offload "nvme" and offload_folder, where it keeps its files, go together; got offload '
                 f'"{self.offload}" and offload_folder {self.offload_folder}: set both or none'
             )
+
+    @property
+    def stages_by_step(self) -> Stages:
+        """The stages by optimizer step; a single one if the settings have none."""
+        lengths = self.stages.lengths or (self.context_length,)
+        return Stages(
+            lengths,
+            stage_ends(self.steps, len(lengths), self.stages.fractions, stage_steps=self.stage_steps),
+            self.stages.windows or tuple(self.context_length // length for length in lengths),
+            self.stages.learning_rates,
+            self.stages.patterns_of(self.model),
+        )
 
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""

@@ -163,20 +163,6 @@ class Stages:
     learning_rates: tuple[float, ...] = ()
     patterns: tuple[tuple[Pattern, ...], ...] = ()
 
-    @classmethod
-    def of(
-        cls, settings: StageSettings, model: LongNetConfig, *, context_length: int, steps: int, stage_steps: int = 0
-    ) -> Stages:
-        """The stages of a run of ``model`` with the final window length ``context_length``."""
-        lengths = settings.lengths or (context_length,)
-        return cls(
-            lengths,
-            stage_ends(steps, len(lengths), settings.fractions, stage_steps=stage_steps),
-            settings.windows or tuple(context_length // length for length in lengths),
-            settings.learning_rates,
-            settings.patterns_of(model),
-        )
-
     def at(self, step: int) -> int:
         """The stage of an optimizer step (both from 0); after the end, the last one."""
         return next((stage for stage, end in enumerate(self.ends) if step < end), len(self.ends) - 1)

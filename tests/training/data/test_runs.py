@@ -24,7 +24,6 @@ from dilated_attention_pytorch.training.data.tokenizer import BYTES, train_token
 from dilated_attention_pytorch.training.data.windows import IGNORED, EvaluationWindows
 from dilated_attention_pytorch.training.evaluated_model import open_model
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
-from dilated_attention_pytorch.training.stages import Stages
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.data.test_records import write_jsonl
 from training.runs import (
@@ -192,9 +191,8 @@ def test_a_tokenizer_of_a_mixture_is_trained_on_what_each_source_does_not_hold_o
 def test_operations_are_those_of_every_document_by_itself(changes: dict[str, Any], world: Path) -> None:
     settings = over_tokens(tiny_settings(world), world, **changes)
     data = read_data(settings, read_tokenizer(settings), None)
-    stages = Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
-    training = data.training(stages, 3)
-    work = data.work(training, stages, 3)
+    training = data.training(3)
+    work = data.work(training, 3)
     flops = longnet_flops(settings.model)
     lengths = [training[index]["cu_seqlens"].diff().tolist() for index in range(6)]
     assert work.flops_after(2) == sum(3 * flops.of_text(length) for row in lengths for length in row)
