@@ -39,7 +39,7 @@ from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.training import TrainSettings, train
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
-from dilated_attention_pytorch.training.stages import Stages, StageSettings
+from dilated_attention_pytorch.training.stages import StageSettings
 
 from .length import prepare, slug
 from .measured_code import code
@@ -96,6 +96,7 @@ class Contestant(NamedTuple):
 
 DENSE = "dense, 8,192"
 LAYERS, HEADS = 6, 6
+_READ = {"what": "benchmark", "remedy": "remove the folder and begin anew"}
 
 
 def contestants(length: int = 8192) -> dict[str, Contestant]:
@@ -212,13 +213,8 @@ def settings_of(
 
 def flops_of(settings: TrainSettings, step: int | None = None) -> int:
     """Operations of a run, or of its first steps."""
-    stages, steps = stages_of(settings), settings.steps if step is None else step
-    return settings.batch_size * training_flops(longnet_flops(settings.model), stages, steps)
-
-
-def stages_of(settings: TrainSettings) -> Stages:
-    """The stages of a run; a single one if it has none."""
-    return Stages.of(settings.stages, settings.model, context_length=settings.context_length, steps=settings.steps)
+    steps = settings.steps if step is None else step
+    return settings.batch_size * training_flops(longnet_flops(settings.model), settings.stages_by_step, steps)
 
 
 def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str, Any]:
@@ -226,8 +222,8 @@ def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str
     console, began = Console(), time.monotonic()
     hours = folder / "hours.json"
     train(settings, folder, console, may_resume=True)
-    spent = (json.loads(hours.read_text()) if hours.exists() else 0.0) + (time.monotonic() - began) / 3600
-    write_json(hours, spent)
+    spent = (read_json(hours, **_READ)["hours"] if hours.exists() else 0.0) + (time.monotonic() - began) / 3600
+    write_json(hours, {"hours": spent})
     if not (folder / "eval.json").exists():
         told = EvalSettings(
             context_lengths=tuple(given.length // part for part in (8, 4, 2, 1)),
@@ -236,7 +232,7 @@ def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str
             threads=torch.get_num_threads(),
         )
         evaluate_model(str(folder), told, None, console)
-    found = read_json(folder / "eval.json", what="benchmark", remedy="remove the folder and begin anew")
+    found = read_json(folder / "eval.json", **_READ)
     curve = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -247,7 +243,7 @@ def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str
         "context_length": settings.context_length,
         "steps": settings.steps,
         "flops": flops_of(settings),
-        "tokens": settings.batch_size * stages_of(settings).tokens_after(settings.steps),
+        "tokens": settings.batch_size * settings.stages_by_step.tokens_after(settings.steps),
         "hours": spent,
         "held_out_during_training": curve,
         **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations")},

@@ -37,7 +37,7 @@ from dilated_attention_pytorch.training.data.sources import Sources
 from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
-from dilated_attention_pytorch.training.stages import Stages, StageSettings
+from dilated_attention_pytorch.training.stages import StageSettings
 
 from .measured_code import digest
 from .study import Study, run
@@ -183,12 +183,7 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, given: Len
 def flops_of(settings: TrainSettings, step: int | None = None) -> int:
     """Operations of a run, or of its first steps."""
     steps = settings.steps if step is None else step
-    return settings.batch_size * training_flops(longnet_flops(settings.model), stages_of(settings), steps)
-
-
-def stages_of(settings: TrainSettings) -> Stages:
-    """The stages of a run; a single one if it has none."""
-    return Stages.of(settings)
+    return settings.batch_size * training_flops(longnet_flops(settings.model), settings.stages_by_step, steps)
 
 
 def trained(name: str, settings: TrainSettings, given: Length) -> None:
@@ -234,7 +229,7 @@ def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, An
                 "stages": settings.stages.lengths,
                 "steps": settings.steps,
                 "flops": flops_of(settings),
-                "tokens": settings.batch_size * stages_of(settings).tokens_after(settings.steps),
+                "tokens": settings.batch_size * settings.stages_by_step.tokens_after(settings.steps),
                 "held_out_during_training": held_out_curve(folder / slug(name), settings),
                 **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations")},
                 "precision": found["precision"],

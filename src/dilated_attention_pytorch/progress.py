@@ -1,7 +1,8 @@
-"""Progress of what takes time: a bar on a terminal, else a line every few seconds."""
+"""Progress of what takes time: a bar or a spinner on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,3 +69,29 @@ def counted(items: Sequence[_Item], what: str, unit: str, console: Console) -> I
         for number, item in enumerate(items):
             show(what, number, len(items))
             yield item
+
+
+@contextmanager
+def spinner(what: str, console: Console) -> Iterator[None]:
+    """Show on ``console`` that ``what`` goes on within the context, of which nothing can be counted."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    is_over, begun = threading.Event(), time.monotonic()
+
+    def print_lines() -> None:
+        while not is_over.wait(LINE_SECONDS):
+            console.print(f"{what}, {time.monotonic() - begun:.0f} s so far", highlight=False, soft_wrap=True)
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        shown.add_task(what, total=None)
+        if console.is_terminal:
+            yield
+            return
+        lines = threading.Thread(target=print_lines, daemon=True)
+        lines.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            lines.join()

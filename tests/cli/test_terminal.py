@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.interrupt import leave_on_interrupt
-from dilated_attention_pytorch.progress import Pace, counted, progress_bar
+from dilated_attention_pytorch.progress import Pace, counted, progress_bar, spinner
 from slides.made_slides import checkpoint, write_slides
 from training.runs import write_texts
 
@@ -156,3 +157,18 @@ def test_a_loop_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = io.StringIO()
     assert list(counted([7, 8], "reading", "texts", Console(file=plain, width=100))) == [7, 8]
     assert plain.getvalue() == "reading, 0 of 2 texts\nreading, 1 of 2 texts\n"
+
+
+def test_what_cannot_be_counted_shows_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, plain = io.StringIO(), io.StringIO()
+    with spinner("drawing", Console(file=drawn, force_terminal=True, width=100, _environ={})):
+        pass
+    assert "drawing" in drawn.getvalue()
+    monkeypatch.setattr("dilated_attention_pytorch.progress.LINE_SECONDS", 0.01)
+    with spinner("drawing", Console(file=plain, width=100)):
+        while plain.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    lines = plain.getvalue()
+    assert set(lines.splitlines()) == {"drawing, 0 s so far"}
+    time.sleep(0.05)
+    assert plain.getvalue() == lines

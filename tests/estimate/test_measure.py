@@ -179,11 +179,31 @@ def test_what_was_measured_is_kept_and_read_again(monkeypatch: pytest.MonkeyPatc
     def forbidden(*given: Any) -> Any:
         raise AssertionError("it was measured again")
 
-    for name in ("step_seconds", "call_of", "matrix_product_rate"):
+    for name in ("step_seconds", "call_of"):
         monkeypatch.setattr(measure, name, forbidden)
+    monkeypatch.setattr(measure, "matrix_product_rate", lambda device, dtype: 1e9)  # while other programs compute
     second = measure_here(settings, "cpu", is_quiet=True, folder=tmp_path)
     assert second.sheet.flops == first.sheet.flops
     assert [point.optimizer for point in second.points] == [point.optimizer for point in first.points]
+    monkeypatch.setattr(measure, "matrix_product_rate", lambda device, dtype: 3e10)
+    assert measure_here(settings, "cpu", is_quiet=True, folder=tmp_path).sheet.flops == {"float32": 3e10}
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e10])
+def test_no_step_is_planned_above_the_highest_rate_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rate: float
+) -> None:
+    """Products measured while other programs compute are slower than a step's own; and steps that take as long for all
+    lengths would have no end of rates."""
+    _stands_still(monkeypatch)
+    monkeypatch.setattr(measure, "matrix_product_rate", lambda device, dtype: rate)
+    monkeypatch.setattr(measure, "step_seconds", lambda settings, device: [0.01, 0.0])
+    settings = _settings({"num_layers": 4}, context_length=200)
+    here = measure_here(settings, "cpu", is_quiet=True, folder=tmp_path)
+    assert here.seconds(settings).total == pytest.approx(0.01, rel=1e-6)
+    longer = dataclasses.replace(settings, context_length=50_021)
+    for one in (settings, longer):
+        assert plan_run(one, 1, Device(sheet=here.sheet, here=here)).rates.utilisation < 1
 
 
 def test_a_damaged_file_of_measurements_is_refused(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_padded_prompts_give_what_each_gives_alone(model: LongNetForCausalLM, st
         assert torch.equal(together[row, start:], alone[0])
 
 
+def test_a_saved_model_has_a_card_and_one_of_the_user_stays(model: LongNetForCausalLM, tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    model.save_pretrained(str(tmp_path), is_main_process=False)
+    assert not card.exists()
+    model.save_pretrained(str(tmp_path))
+    assert "AutoModelForCausalLM.from_pretrained('.')" in card.read_text()
+    card.write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert card.read_text() == "mine"
+
+
 def test_saving_and_loading_changes_no_bit(make_config: Any, tmp_path: Path) -> None:
     for tie_embeddings in (True, False):
         model = LongNetForCausalLM.from_longnet_config(make_config(tie_embeddings=tie_embeddings)).eval()

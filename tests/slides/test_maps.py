@@ -13,6 +13,7 @@ import torch
 from matplotlib.image import imread, imsave
 from torch import Tensor
 
+from dilated_attention_pytorch import progress
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.slides import Embedder, EmbedSettings, SlideEncoder, SlideEncoderConfig, worker
 from dilated_attention_pytorch.slides.memory import TileLimits
@@ -170,7 +171,9 @@ def dense_probabilities(attention: Any, x: Tensor) -> Tensor:
     return (terms / (terms.sum(-1, keepdim=True) + padded.unsqueeze(-1))).float()
 
 
-def test_a_picture_shows_where_the_tiles_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_shows_where_the_tiles_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = checkpoint(tmp_path)
     corners = SIZE * torch.stack((torch.arange(200) // 10, torch.arange(200) % 10), dim=-1)
     recorded = {"patch_size_level0": SIZE, "level0_width": 20 * SIZE, "level0_height": 10 * SIZE}
@@ -186,7 +189,9 @@ def test_a_picture_shows_where_the_tiles_lie(tmp_path: Path, capsys: pytest.Capt
     )
     imsave(tmp_path / "slide.png", torch.rand(10, 20, 3).numpy())
     file = tmp_path / "out" / "a.h5"
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
     main(["heatmap", str(file)])
+    assert "drawing 200 tiles, 0 s so far" in capsys.readouterr().out
     main(
         [
             "heatmap",

@@ -203,6 +203,7 @@ def _flag(field: _Field) -> dict[str, Any]:
     inner, many = _type(field.hint)
     is_switch = inner is bool and not many
     choices = [str(choice) for choice in get_args(inner)] if _origin(inner) is Literal else []
+    choices = ["True", "False"] if inner is bool and many else choices
     metavar = {int: "N", float: "X", Path: "PATH", bool: "BOOL"}.get(inner, "NAME" if choices else "TEXT")
     part, dot, last = field.name.rpartition(".")
     return {
@@ -214,9 +215,17 @@ def _flag(field: _Field) -> dict[str, Any]:
         "kind": inner.__name__ if inner in (int, float) else "",
         "is_many": many,
         "is_switch": is_switch,
+        "is_optional": type(None) in _alternatives(field.hint),
         "is_required": field.value is dataclasses.MISSING,
         "field": field.name,
     }
+
+
+def _alternatives(hint: _Hint) -> tuple[_Hint, ...]:
+    """The types that a value may have."""
+    if _origin(hint) is Annotated:
+        return _alternatives(get_args(hint)[0])
+    return get_args(hint) if _origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _type(hint: _Hint) -> tuple[_Hint, bool]:

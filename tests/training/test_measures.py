@@ -82,7 +82,7 @@ def test_steps_with_drawn_windows_have_the_operations_of_their_windows() -> None
         stages=StageSettings(lengths=(16, 64)),
         random_local_windows=(1, 40),
     )
-    stages, flops = Stages.of(settings), longnet_flops(config)
+    stages, flops = settings.stages_by_step, longnet_flops(config)
 
     def of_step(step: int) -> int:
         patterns = stages.patterns_at(step) or [config.pattern(layer) for layer in range(3)]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from dilated_attention_pytorch import progress
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.parallel import RankFailure
-from dilated_attention_pytorch.training import RunError, preflight, resume, run_checkpoints, train
+from dilated_attention_pytorch.training import RunError, lifecycle, preflight, resume, run_checkpoints, train
 from dilated_attention_pytorch.training.callbacks import read_metrics
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.evaluation import (
@@ -218,3 +222,24 @@ def test_what_takes_time_is_counted_where_the_output_is_no_terminal(
         "sampling, 2 of 5 tokens",
     ):
         assert f"{words}\n" in console.said
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_writing_of_the_last_checkpoint_and_of_the_model_is_shown(
+    is_terminal: bool, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(write: Callable[..., None]) -> Callable[..., None]:
+        def wait_and_write(*args: Any, **options: Any) -> None:
+            time.sleep(0.2)
+            write(*args, **options)
+
+        return wait_and_write
+
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
+    monkeypatch.setattr(run_checkpoints, "publish", slowly(run_checkpoints.publish))
+    monkeypatch.setattr(lifecycle, "save_finished", slowly(lifecycle.save_finished))
+    said = io.StringIO()
+    console = Console(file=said, force_terminal=is_terminal, width=200, _environ={})
+    train(tiny_settings(texts, steps=2, save_steps=2), tmp_path / "run", console)
+    for words in ("writing the last checkpoint", "writing the trained model"):
+        assert words in said.getvalue()

@@ -146,7 +146,7 @@ def _patterns_of_step(settings: TrainSettings, step: int) -> list[Pattern]:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60))
 def test_the_window_of_a_step_follows_from_its_number_and_the_seed(seed: int, steps: int) -> None:
     settings = _drawing(Path("x"), seed=seed, steps=steps, stages=StageSettings())
-    stages = Stages.of(settings)
+    stages = settings.stages_by_step
     for step in range(steps):
         own = tuple(settings.model.pattern(layer) for layer in range(3))
         assert list(stages.patterns_at(step) or own) == _patterns_of_step(settings, step)
@@ -154,7 +154,7 @@ def test_the_window_of_a_step_follows_from_its_number_and_the_seed(seed: int, st
 
 def test_windows_are_drawn_as_often_as_they_are_named() -> None:
     settings = _drawing(Path("x"), steps=10_000)
-    stages = Stages.of(settings)
+    stages = settings.stages_by_step
     drawn = Counter(stages.patterns_at(step)[0].rules[0].rule.before for step in range(9_000))  # type: ignore[index]
     for size, expected in {3: 4500, 40: 2250, 9: 2250}.items():
         assert abs(drawn[size] - expected) < 5 * (expected * (1 - expected / 9_000)) ** 0.5
@@ -164,7 +164,7 @@ def test_every_local_window_of_a_layer_is_replaced() -> None:
     mixed = "per_head([local_window(7), global_tokens(1) + local_window(3)]) + random_blocks(0.5, block_size=8)"
     settings = _drawing(Path("x"), random_local_windows=(5,))
     model = dataclasses.replace(settings.model, layer_patterns=(mixed,), num_layers=1)
-    (found,) = Stages.of(dataclasses.replace(settings, model=model)).patterns_at(0)
+    (found,) = dataclasses.replace(settings, model=model).stages_by_step.patterns_at(0)
     near = per_head([local_window(5), global_tokens(1) + local_window(5)])
     assert found == near + dataclasses.replace(
         settings.model, layer_patterns=("random_blocks(0.5, block_size=8)",)

@@ -48,6 +48,7 @@ class Heatmap:
         """
         from dilated_attention_pytorch.machine import require
         from dilated_attention_pytorch.output import check_new_file, replacing
+        from dilated_attention_pytorch.progress import spinner
 
         for package, extra in (("h5py", "slides"), ("matplotlib", "plot")):
             require("drawing a heat map", (package,), extra)
@@ -60,6 +61,7 @@ class Heatmap:
             of_rollout,
             read_scores,
         )
+        from dilated_attention_pytorch.terminal import plain_console
 
         of_all_layers = self.rollout + (self.contribution is not None)
         if of_all_layers + (self.layer is not None or self.head is not None) > 1:
@@ -79,7 +81,8 @@ class Heatmap:
             values, what = of_contribution(scores, self.contribution)
         else:
             values, what = of_rollout(scores) if self.rollout else of_attention(scores, self.layer, self.head)
-        figure = draw(scores, values, f"{self.slide or self.file.stem}: {what}", thumbnail=self.thumbnail)
-        with replacing(output) as staged:
+        title = f"{self.slide or self.file.stem}: {what}"
+        with spinner(f"drawing {len(values):,} tiles", plain_console()), replacing(output) as staged:
+            figure = draw(scores, values, title, thumbnail=self.thumbnail)
             figure.savefig(staged, format=output.suffix[1:].lower(), dpi=150)
         print(f"written: {output}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 
 from .help_page import PROGRAM, descriptions, negated, page, top_page
 from .names import OTHER_COMMANDS, OTHER_NAMES, REFUSED, nearest
-from .values import wrong_value
+from .values import is_flag, wrong_value
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION = "--print-completion"
@@ -62,7 +61,8 @@ def in_our_names(words: Sequence[str]) -> list[str]:
         _print(page(name, rest, is_all=True))
     if any(word in _HELP for word in rest):
         _print(page(name, rest, is_all=False))
-    rest = [ours for word in rest for ours in _ours(name, word)]
+    end = rest.index("--") if "--" in rest else len(rest)
+    rest = [ours for word in rest[:end] for ours in _ours(name, word)] + rest[end:]
     sentence = wrong_value(name, commands[name], rest)
     if sentence is not None:
         leave(sentence)
@@ -105,10 +105,10 @@ def _of_command(name: str, rest: Sequence[str]) -> str:
 
 def _ours(command: str, word: str) -> list[str]:
     """A word of a command line, as one or two words with our names; wrong flags leave with a sentence."""
-    if re.match(r"-[a-zA-Z]", word):
-        leave(_of_letter(command, word))
-    if not word.startswith("--") or word == "--":
+    if not is_flag(word):
         return [word]
+    if not word.startswith("--"):
+        leave(_of_letter(command, word))
     flag, equals, value = word.partition("=")
     flag = flag.replace("_", "-")
     told = descriptions()[command]

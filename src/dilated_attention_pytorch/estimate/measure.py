@@ -61,7 +61,7 @@ class Here:
     """Measurements of this machine for steps of one kind of model."""
 
     sheet: DataSheet
-    """Name, free memory, and the measured rate of matrix products."""
+    """Name, free memory, and the highest rate of matrix products that was measured, alone or in a step."""
     kind: str
     """ "cpu" or "cuda"."""
     steps: str
@@ -78,7 +78,7 @@ class Here:
 
         All but attention is fitted to four measured steps of one batch, by layers, rows and their product, and scaled
         such that the nearest of those steps is met; attention follows from its own rows and pairs. Every batch takes as
-        long.
+        long, and no less than its operations at the highest rate that was measured.
 
         Raises:
             RunError: the measurements are for other steps.
@@ -90,9 +90,11 @@ class Here:
         batches, layers, rows = settings.gradient_accumulation, settings.model.num_layers, rows_of_batch(settings)
         gradients = _bilinear(self.points, layers, rows, lambda point: point.gradients)
         gradients *= self._nearest(layers, rows)
-        host = min(gradients, _bilinear(self.points, layers, 0, lambda point: point.gradients))
-        products = min(step_work(settings).products / batches / self.sheet.flops[settings.precision], gradients - host)
         attention = attention_seconds(settings, self.attention, self.attention_forward)
+        work, rate = step_work(settings), self.sheet.flops[settings.precision]
+        gradients = max(gradients, work.total / batches / rate - attention)
+        host = min(gradients, _bilinear(self.points, layers, 0, lambda point: point.gradients))
+        products = min(work.products / batches / rate, gradients - host)
         return StepSeconds(
             products=batches * products,
             attention=batches * attention,
@@ -185,9 +187,21 @@ class Measurements:
                     "large; what was measured is kept, and the same command goes on with the rest; or name a device "
                     "(--hardware)"
                 )
-            self.values[name] = measure()
-            write_record(self.file, _FORMAT, self.hardware, values=self.values)
+            self._store(name, measure())
         return self.values[name]
+
+    def highest(self, name: str, rate: float) -> float:
+        """Return the highest of ``rate`` and the rates passed before, in other processes too, and store it.
+
+        Other programs that compute at the same time lower a measured rate, and nothing raises one.
+        """
+        if rate > self.values.get(name, [0.0])[0]:
+            self._store(name, [rate])
+        return self.values[name][0]
+
+    def _store(self, name: str, numbers: list[float]) -> None:
+        self.values[name] = numbers
+        write_record(self.file, _FORMAT, self.hardware, values=self.values)
 
 
 def _read(file: Path, hardware: Hardware) -> dict[str, list[float]]:
@@ -234,13 +248,15 @@ def measure_here(
 
 def sheet_here(device: str, precision: str) -> DataSheet:
     """This machine with its free memory and its rate of matrix products, which is measured in tenths of a second."""
-    hardware, dtype = read_hardware(device), computing_dtype(precision)
-    rate = _product_rate(Measurements.of(hardware), torch.device(device), dtype)
+    hardware = read_hardware(device)
+    rate = _product_rate(Measurements.of(hardware), torch.device(device), precision)
     return _sheet_of(hardware, {precision: rate})
 
 
-def _product_rate(measured: Measurements, device: torch.device, dtype: torch.dtype) -> float:
-    return measured.get(f"product rate {dtype}", lambda: [matrix_product_rate(device, dtype)])[0]
+def _product_rate(measured: Measurements, device: torch.device, precision: str, *, of_steps: float = 0.0) -> float:
+    """The highest rate so far: of products that are measured now, of steps, and of earlier measurements."""
+    rate = matrix_product_rate(device, computing_dtype(precision))
+    return measured.highest(f"rate of products in {precision}", max(rate, of_steps))
 
 
 def _sheet_of(hardware: Hardware, flops: dict[str, float]) -> DataSheet:
@@ -284,8 +300,7 @@ class _Probe:
     total: int = 0
 
     def all(self) -> Here:
-        dtype = computing_dtype(self.settings.precision)
-        rate = _product_rate(self.measured, self.device, dtype)
+        rate = _product_rate(self.measured, self.device, self.settings.precision)
         layers, texts, lengths = self._sizes(rate)
         self._check_size(layers[1], lengths[1], texts)
         longest = min(self.settings.context_length, 4 * min(lengths[1], _LONG))
@@ -293,13 +308,15 @@ class _Probe:
         of_attention = 2 * len(attended) * len(self.settings.model.different_patterns)
         self.total = of_attention + len(layers) * len(lengths)
         attention, forward = (self._attention(attended, is_training=is_training) for is_training in (True, False))
-        points = []
+        points, of_steps = [], 0.0
         for step in (self._small(number, length, texts) for number in layers for length in lengths):
             gradients, optimizer = self._stepped(step)
+            of_steps = max(of_steps, step_work(step).total / gradients)
             others = attention_seconds(step, attention, forward)
             points.append(
                 StepPoint(step.model.num_layers, rows_of_batch(step), max(0.0, gradients - others), optimizer)
             )
+        rate = _product_rate(self.measured, self.device, self.settings.precision, of_steps=of_steps)
         return Here(
             sheet=_sheet_of(self.hardware, {self.settings.precision: rate}),
             kind=self.device.type,

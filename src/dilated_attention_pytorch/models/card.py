@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,13 @@ def lines_to_load(folder: str) -> tuple[str, ...]:
     )
 
 
-def write_card(model: PreTrainedModel, folder: Path) -> None:
-    """Write the card of a causal language model into the folder where it was saved."""
+def write_card(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+    """Write the card of a causal language model into the folder where it was saved, unless there is one."""
+    card = Path(folder, CARD_NAME)
+    if card.exists():
+        return
     lines = "\n".join(lines_to_load("."))
-    (folder / CARD_NAME).write_text(
+    card.write_text(
         "---\n"
         "library_name: transformers\n"
         "---\n\n"

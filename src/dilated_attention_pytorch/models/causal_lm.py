@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, TypedDict, Unpack
@@ -37,6 +38,7 @@ from dilated_attention_pytorch.tracing import require
 
 from .blocks import FeedForward, HeadGates, LongNetBlock
 from .cache import LongNetCache, refuse_removal
+from .card import write_card
 from .config import LongNetConfig
 from .fused_weights import read_fused_weights
 from .longnet import LongNetLM, check_equal_boundaries, check_inputs, document_positions, tokens_of
@@ -366,6 +368,14 @@ class LongNetForCausalLM(_LongNetPreTrained, GenerationMixin):
             base._output_capturing_hooks_installed = True  # type: ignore[assignment]
         base.training = self.training
         return base
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **options: Any
+    ) -> None:
+        """See ``PreTrainedModel``. A folder without a README.md gets one that says how to load the model."""
+        super().save_pretrained(save_directory, is_main_process, *args, **options)
+        if is_main_process and os.path.isdir(save_directory):
+            write_card(self, save_directory)
 
     def get_output_embeddings(self) -> nn.Module:
         """The output matrix."""

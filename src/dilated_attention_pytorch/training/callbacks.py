@@ -260,6 +260,12 @@ class Bar(TrainerCallback):
         """Count the next evaluation from its beginning."""
         self._evaluated = 0
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the bar as it is: what follows draws its own."""
+        self.close()
+
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Show the figures of a step."""
         if "bits_per_byte" in figures:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.machine import machine
 from dilated_attention_pytorch.output import make_output, write_text
+from dilated_attention_pytorch.progress import spinner
 
 from . import preflight
 from .autocast import computing_dtype
@@ -88,7 +89,8 @@ class OpenRun:
     def save_finished(self, model: PreTrainedModel, step: int) -> None:
         """Save the trained model to the folder; see :func:`.checkpoint.save_finished`."""
         self.check()
-        save_finished(model, self.folder, run_id=self.run_id, step=step, staging=self.staging, check=self.check)
+        with spinner("writing the trained model", self.console):
+            save_finished(model, self.folder, run_id=self.run_id, step=step, staging=self.staging, check=self.check)
 
     def say(self, *lines: str) -> None:
         """Print lines verbatim."""

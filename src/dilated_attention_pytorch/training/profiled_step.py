@@ -21,7 +21,6 @@ from .optimizer import build_optimizer
 from .preflight import check_optimizer, choose_precision
 from .record import recorded, train_settings
 from .settings import TrainSettings
-from .stages import Stages
 
 TRACE_NAME, TABLE_NAME = "trace.json", "profile.txt"
 _REMEDY = "name the --output of a `train` command"
@@ -66,8 +65,7 @@ def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     verify_tokenizer(run, record)
     data = read_data(settings, read_tokenizer(settings, run), lambda line: None)
     check_same_corpus(data.figures, record["corpus"], run)
-    stages = Stages.of(settings)
-    samples = data.training(stages, settings.batch_size * settings.gradient_accumulation)
+    samples = data.training(settings.batch_size * settings.gradient_accumulation)
     batch = data.collate([samples[len(samples) - 1 - row] for row in range(settings.batch_size)])  # type: ignore[arg-type]
     torch.manual_seed(settings.seed)
     make_gradients, update = new_step(settings, dict(batch), device)

@@ -46,7 +46,6 @@ from .prolongation import change_steps, with_steps
 from .record import SAMPLE_NAME, Outcome, RunState, find_run, read_record
 from .settings import SampleSettings, TrainSettings
 from .spreading import respread
-from .stages import Stages
 from .trackers import tracking
 from .trained_model import check_same_model
 from .zero import zero_stage
@@ -307,8 +306,7 @@ def _train_and_report(run: _Run) -> Outcome:
     settings, opened, args = run.settings, run.opened, run.args
     distribution = Distribution(settings, args.device.type)
     windows_per_step = args.train_batch_size * args.gradient_accumulation_steps * distribution.data_size
-    stages = Stages.of(settings)
-    training = run.data.training(stages, windows_per_step)
+    training = run.data.training(windows_per_step)
     evaluation = run.data.evaluation()
     trainer = LongNetTrainer(
         model=run.model,
@@ -317,7 +315,6 @@ def _train_and_report(run: _Run) -> Outcome:
         distribution=distribution,
         run=opened,
         data=run.data,
-        stages=stages,
         training=training,
         evaluation=Subset(evaluation, evaluation.spread(settings.eval_windows)),
     )
@@ -329,7 +326,7 @@ def _train_and_report(run: _Run) -> Outcome:
         # A CPU's generator takes 32 bits of the seed: the sum of both would be the same one for all.
         torch.manual_seed(random.Random(f"{settings.seed}:{distribution.rows_rank}").getrandbits(63))
     with closing(distribution), tracking(settings, opened) as trackers:
-        work = run.data.work(training, stages, windows_per_step)
+        work = run.data.work(training, windows_per_step)
         stopped_by = train_to_the_end(trainer, work=work, trackers=trackers)
         done = trainer.state.global_step
         if done < settings.steps:

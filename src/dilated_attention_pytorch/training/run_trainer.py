@@ -23,12 +23,14 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import is_out_of_memory
+from dilated_attention_pytorch.progress import spinner
 
 from .checkpoint import OPTIMIZER_NAME, SCHEDULER_NAME, fitting
 from .extension_settings import ExtensionSettings
 from .finite import is_finite_everywhere
 from .guard import Guard
 from .lifecycle import OpenRun
+from .process_group import from_first
 from .run_checkpoints import RunCheckpoints
 from .settings import TrainSettings
 from .stragglers import OwnTime
@@ -117,11 +119,15 @@ class RunTrainer(Trainer):
         try:
             with closing(self.checkpoints.writer):
                 result = super().train(*args, **options)
-                self.checkpoints.finish()
+                from_first(self._finish_last_checkpoint)
                 return result
         except OSError as error:
             self.checkpoints.raise_disk_error(error, f"after step {self.state.global_step}")
             raise
+
+    def _finish_last_checkpoint(self) -> None:
+        with spinner("writing the last checkpoint", self.run.console):
+            self.checkpoints.writer.finish()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with fitting(checkpoint or ""):

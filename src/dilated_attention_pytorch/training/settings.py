@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.models.config import LongNetConfig
-from dilated_attention_pytorch.patterns.blocks import has_local_window
+from dilated_attention_pytorch.patterns.blocks import has_local_window, with_local_window
 
 from .run_settings import (
     LARGEST_RATE,
@@ -23,7 +23,7 @@ from .run_settings import (
     check_windows,
     renamed,
 )
-from .stages import StageSettings
+from .stages import Stages, StageSettings, stage_ends
 
 Optimizer = Literal["muon", "adamw", "adamw-bf16", "adamw-8bit"]
 Strategy = Literal["auto", "ring", "gather", "heads"]
@@ -284,6 +284,21 @@ class TrainSettings(RunSettings):
                 'offload "nvme" and offload_folder, where it keeps its files, go together; got offload '
                 f'"{self.offload}" and offload_folder {self.offload_folder}: set both or none'
             )
+
+    @property
+    def stages_by_step(self) -> Stages:
+        """The stages by optimizer step; a single one if the settings have none."""
+        lengths = self.stages.lengths or (self.context_length,)
+        own = [self.model.pattern(layer) for layer in range(self.model.num_layers)]
+        return Stages(
+            lengths,
+            stage_ends(self.steps, len(lengths), self.stages.fractions, stage_steps=self.stage_steps),
+            self.stages.windows or tuple(self.context_length // length for length in lengths),
+            self.stages.learning_rates,
+            self.stages.patterns_of(self.model),
+            tuple(tuple(with_local_window(one, before) for one in own) for before in self.random_local_windows),
+            self.seed,
+        )
 
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, pattern_from_expression
-from dilated_attention_pytorch.patterns.blocks import with_local_window
 from dilated_attention_pytorch.patterns.mixing import splitmix64
 
 if TYPE_CHECKING:
-    from .settings import TrainSettings
+    pass
 
 _SHORTEST = 8
 
@@ -184,24 +183,6 @@ class Stages:
     patterns: tuple[tuple[Pattern, ...], ...] = ()
     drawn: tuple[tuple[Pattern, ...], ...] = ()
     seed: int = 0
-
-    @classmethod
-    def of(cls, settings: TrainSettings) -> Stages:
-        """The stages of a run."""
-        stages, model = settings.stages, settings.model
-        lengths = stages.lengths or (settings.context_length,)
-        own = [model.pattern(layer) for layer in range(model.num_layers)]
-        return cls(
-            lengths,
-            stage_ends(settings.steps, len(lengths), stages.fractions, stage_steps=settings.stage_steps),
-            stages.windows or tuple(settings.context_length // length for length in lengths),
-            stages.learning_rates,
-            stages.patterns_of(model),
-            tuple(
-                tuple(with_local_window(pattern, before) for pattern in own) for before in settings.random_local_windows
-            ),
-            settings.seed,
-        )
 
     def at(self, step: int) -> int:
         """The stage of an optimizer step (both from 0); after the end, the last one."""

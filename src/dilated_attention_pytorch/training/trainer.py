@@ -34,7 +34,6 @@ from .optimizer import build_adamw, build_optimizer
 from .row_logits import RowLogits
 from .run_trainer import RunTrainer
 from .settings import TrainSettings
-from .stages import Stages
 from .zero import zero_stage
 
 _EXTENSION_BETAS = (0.9, 0.999)
@@ -50,7 +49,6 @@ class LongNetTrainer(RunTrainer):
         distribution: this process's role.
         run: see :class:`RunTrainer`.
         data: data of the run.
-        stages: stages of the run.
         training: training samples, one per window of the longest length in a batch.
         evaluation: windows of the evaluations during training.
     """
@@ -66,13 +64,12 @@ class LongNetTrainer(RunTrainer):
         distribution: Distribution,
         run: OpenRun,
         data: RunData,
-        stages: Stages,
         training: Dataset[Window],
         evaluation: Dataset[Window],
     ) -> None:
         self.settings: TrainSettings = settings
         self.distribution = distribution
-        self.stages = stages
+        self.stages = settings.stages_by_step
         self._collate = data.collate
         lengths = data.byte_lengths
         self.trained, self.evaluated = (None if lengths is None else ByteCount(lengths, args.device) for _ in range(2))

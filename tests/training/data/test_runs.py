@@ -24,7 +24,6 @@ from dilated_attention_pytorch.training.data.tokenizer import BYTES, train_token
 from dilated_attention_pytorch.training.data.windows import IGNORED, EvaluationWindows
 from dilated_attention_pytorch.training.evaluated_model import open_model
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
-from dilated_attention_pytorch.training.stages import Stages
 from dilated_attention_pytorch.training.trained_model import load_model
 from training.data.test_records import write_jsonl
 from training.runs import (
@@ -199,10 +198,9 @@ def test_operations_are_those_of_every_document_by_itself(
         model = dataclasses.replace(settings.model, segment_lengths=(), dilation_rates=(), **windows)
         settings = dataclasses.replace(settings, model=model, random_local_windows=drawn)
     data = read_data(settings, read_tokenizer(settings), None)
-    stages = Stages.of(settings)
-    training = data.training(stages, 3)
-    work = data.work(training, stages, 3)
-    flops = [longnet_flops(settings.model).under(stages.patterns_at(step)) for step in range(2)]
+    training = data.training(3)
+    work = data.work(training, 3)
+    flops = [longnet_flops(settings.model).under(settings.stages_by_step.patterns_at(step)) for step in range(2)]
     assert len(set(flops)) == (2 if drawn else 1)
     lengths = [training[index]["cu_seqlens"].diff().tolist() for index in range(6)]
     expected = (3 * flops[index // 3].of_text(length) for index, row in enumerate(lengths) for length in row)

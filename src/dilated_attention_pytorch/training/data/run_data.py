@@ -36,7 +36,6 @@ from .windows import EvaluationWindows, StagedBatches, Window, evenly_spread, jo
 
 if TYPE_CHECKING:
     from ..settings import TrainSettings
-    from ..stages import Stages
 
 _PROMPT_LENGTH = 24
 """Maximum number of characters of a prompt."""
@@ -191,13 +190,13 @@ class RunData:
                     "needed; give more text"
                 )
 
-    def training(self, stages: Stages, samples_per_step: int) -> Dataset[Window]:
+    def training(self, samples_per_step: int) -> Dataset[Window]:
         """The training data: batches of windows, rows of documents, or whole batches of documents."""
-        members = [self._samples(corpus.training, stages, samples_per_step) for corpus in self.corpora]
+        members = [self._samples(corpus.training, samples_per_step) for corpus in self.corpora]
         weights, seed = self.settings.data_weights, self.settings.seed
         return Mixture(members, weights, seed=seed) if weights else members[0]
 
-    def _samples(self, text: Text, stages: Stages, per_step: int) -> StagedBatches | DocumentSamples:
+    def _samples(self, text: Text, per_step: int) -> StagedBatches | DocumentSamples:
         settings = self.settings
         number = settings.steps * per_step
         if settings.max_tokens:
@@ -213,17 +212,18 @@ class RunData:
             return PackedRows(text, settings.context_length, number, seed=settings.seed)
         return StagedBatches(
             text,
-            stages,
+            settings.stages_by_step,
             batches_per_step=per_step,
             seed=settings.seed,
             file_start_fraction=settings.file_start_fraction,
         )
 
-    def work(self, training: Any, stages: Stages, samples_per_step: int) -> WorkDone:
+    def work(self, training: Any, samples_per_step: int) -> WorkDone:
         """The work of the optimizer steps over :meth:`training`; bytes from the mean bytes per token."""
         flops = longnet_flops(self.settings.model)
         first = training.members[0] if isinstance(training, Mixture) else training
         if isinstance(first, StagedBatches):
+            stages = self.settings.stages_by_step
             return WorkDone(
                 tokens_after=first.tokens_after,
                 bytes_after=lambda step: first.tokens_after(step) * self.bytes_per_token,
