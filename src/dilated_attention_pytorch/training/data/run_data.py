@@ -220,10 +220,9 @@ class RunData:
 
     def work(self, training: Any, samples_per_step: int) -> WorkDone:
         """The work of the optimizer steps over :meth:`training`; bytes from the mean bytes per token."""
-        flops = longnet_flops(self.settings.model)
+        flops, stages = longnet_flops(self.settings.model), self.settings.stages_by_step
         first = training.members[0] if isinstance(training, Mixture) else training
         if isinstance(first, StagedBatches):
-            stages = self.settings.stages_by_step
             return WorkDone(
                 tokens_after=first.tokens_after,
                 bytes_after=lambda step: first.tokens_after(step) * self.bytes_per_token,
