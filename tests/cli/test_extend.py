@@ -43,6 +43,6 @@ def test_extend_prints_what_it_measured_and_going_on_ends_the_run(
     main(["extend", "--resume", f"{tmp_path}/run"])
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if "│" in line]
-    assert [line.split("│")[1].strip() for line in lines] == ["before", "after replacement", "after training on"]
+    assert [line.split("│")[1].strip() for line in lines] == ["before", "after replacement", "after further training"]
     assert all(7 < float(number) < 9 for line in lines for number in line.split("│")[2:4])
     assert f"  model = AutoModelForCausalLM.from_pretrained('{tmp_path}/run')" in said

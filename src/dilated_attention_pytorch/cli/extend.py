@@ -109,7 +109,11 @@ def _report(outcome: ExtensionOutcome, console: Console) -> None:
     lengths = (outcome.own_length, outcome.length)
     for length in lengths:
         table.add_column(f"reading {length:,} tokens", justify="right")
-    for state, words in (("before", "before"), ("replaced", "after replacement"), ("trained", "after training on")):
+    for state, words in (
+        ("before", "before"),
+        ("replaced", "after replacement"),
+        ("trained", "after further training"),
+    ):
         bits = outcome.bits_per_byte[state]
         table.add_row(words, *(f"{bits[length]:.3f}" for length in lengths))
     console.print(table)

@@ -382,7 +382,7 @@ def _finish(run: _Extension) -> None:
 
     opened, record = run.opened, run.opened.record
     opened.add_to_record(measured={**record["measured"], "trained": _measure(run, "trained")})
-    names = ("before", "after replacement", "after training on")
+    names = ("before", "after replacement", "after further training")
     curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
     draw_positions(opened.folder / PICTURE_NAME, curves, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
