@@ -5,7 +5,8 @@
 Models of 6 layers and 3.4 million weights, with gates and a convolution of 3 over keys, differ in the patterns of their
 layers: dense attention over 8,192 tokens, or in windows of 1,024; a local window of 128 or 1,024; LongNet's segments,
 with and without a window; and hybrids, in which every third layer looks far, without positions and with scores that
-grow with the position. The far layers of a hybrid are dense or dilated. Each model is trained by `dilated-attention
+grow with the position. The far layers of a hybrid are dense or dilated, or choose 8 blocks of 64 keys by content. Each
+model is trained by `dilated-attention
 train` with as many operations (:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over
 8,192 tokens takes in N steps, in stages of 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
 
@@ -25,17 +26,23 @@ import random
 import string
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 
+from dilated_attention_pytorch import Pattern, attend
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.estimate.flops import longnet_flops, training_flops
-from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, causal_lm
+from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.output import replacing
+from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import TrainSettings, train
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
@@ -94,14 +101,63 @@ class Contestant(NamedTuple):
     """Whether it is trained from three seeds."""
 
 
-DENSE = "dense, 8,192"
+DENSE, CONTENT = "dense, 8,192", "hybrid, far blocks by content"
+BLOCKS = 8
+"""Blocks that a query sees in a layer that chooses them."""
 LAYERS, HEADS = 6, 6
 _READ = {"what": "benchmark", "remedy": "remove the folder and begin anew"}
+
+
+def reaches_of_blocks(length: int) -> tuple[int, int]:
+    """Reaches of windows with as many pairs as blocks of ``length / 128`` keys, one for each layer that chooses them.
+
+    They stand for these layers in a configuration, which has patterns alone.
+    """
+    size = length // 128
+    pairs = (BLOCKS - 1) * size + size // 2
+    return pairs, pairs - 1
+
+
+class ContentAttention(nn.Module):
+    """Attention of a model with :data:`CONTENT`: its far layers choose blocks, the others have their patterns."""
+
+    def __init__(self, config: LongNetConfig) -> None:
+        super().__init__()
+        assert config.num_kv_heads is not None
+        reaches = [pattern_from_expression(one) for one in config.layer_patterns[2::3]]
+        head_dim, size = config.embed_dim // config.num_heads, config.layer_scale_lengths[-1] // 16
+        self.choosing = nn.ModuleDict(
+            {
+                str(index): AdaptiveBlockAttention(
+                    config.num_heads, head_dim, blocks_per_query=BLOCKS, block_size=size, query_block_size=size // 4
+                )
+                for index in range(len(reaches))
+            }
+        )
+        self.index_of = {pattern: str(index) for index, pattern in enumerate(reaches)}
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool, **options: Any
+    ) -> Tensor:
+        """See :func:`attend`."""
+        if pattern in self.index_of:
+            chosen: Tensor = self.choosing[self.index_of[pattern]](query, key, value, is_causal)
+            return chosen
+        return attend(query, key, value, pattern, is_causal=is_causal, heads_first=False, **options)
+
+
+class ContentLM(LongNetLM):
+    """A :class:`LongNetLM` with :class:`ContentAttention`."""
+
+    def __init__(self, config: LongNetConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.attention = ContentAttention(config)
 
 
 def contestants(length: int = 8192) -> dict[str, Contestant]:
     """The contestants by name, for texts of ``length`` tokens; other lengths than 8,192 scale the patterns."""
     short = length // 8
+    first, second = reaches_of_blocks(length)
     dense, near = f"DilatedPattern([{length}], [1])", f"local_window({length // 64 - 1})"
     dilated = f"{near} + DilatedPattern([{length // 4}, {length}], [2, 4]{{}})"
     longnet = (f"DilatedPattern([{short}, {2 * short}, {length}], [1, 2, 4])",)
@@ -124,6 +180,7 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
             has_more_seeds=True,
         ),
         "hybrid, dense far, rotary": Contestant((near, near, dense), mixed),
+        CONTENT: Contestant((near, near, f"local_window({first})", near, near, f"local_window({second})"), hybrid),
     }
 
 
@@ -217,6 +274,18 @@ def flops_of(settings: TrainSettings, step: int | None = None) -> int:
     return settings.batch_size * training_flops(longnet_flops(settings.model), settings.stages_by_step, steps)
 
 
+@contextmanager
+def models_of(name: str) -> Iterator[None]:
+    """Context in which models of transformers are made with the attention of the contestant."""
+    own = causal_lm.LongNetLM
+    if name == CONTENT:
+        causal_lm.LongNetLM = ContentLM  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        causal_lm.LongNetLM = own  # type: ignore[misc]
+
+
 def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str, Any]:
     """Train, or continue a training, and evaluate."""
     console, began = Console(), time.monotonic()
@@ -284,7 +353,8 @@ def measure(given: Hybrids) -> dict[str, Any]:
         texts, tokenizer = prepare_text(text, given)
         settings = settings_of(contestants(given.length)[name], texts, tokenizer, seed, given)
         print(f"{key}: {settings.steps} steps, {flops_of(settings) / 1e12:.0f} * 10^12 operations", flush=True)
-        found = result_of(given.folder / text / f"{slug(name)}-{seed}", settings, given)
+        with models_of(name):
+            found = result_of(given.folder / text / f"{slug(name)}-{seed}", settings, given)
         results[key] = {"machine": origin(module_command()), "code": code("training"), **found}
         write_json(given.output, results)
     return results
@@ -296,7 +366,7 @@ if __name__ == "__main__":
             "text": "made",
             "length": 512,
             "steps": 8,
-            "only": ("hybrid, dilated far",),
+            "only": (CONTENT,),
             "seeds": (0,),
             "folder": Path(scratch),
             "package": "torch.nn",

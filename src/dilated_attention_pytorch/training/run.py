@@ -391,7 +391,8 @@ def _finish(run: _Run, trainer: LongNetTrainer, evaluation: Evaluation, xz: floa
     prompt = settings.sample_prompt or fitting
     with progress_bar(console, "tokens") as show:
         sample = prompt
-        for number, text in enumerate(sample_text(model.model, prompt, sampling, run.data.tokenizer)):
+        pieces = sample_text(model.model, prompt, sampling, run.data.tokenizer) if settings.sample_length else ()
+        for number, text in enumerate(pieces):
             show("sampling", number, sampling.max_new_tokens)
             sample += text
     if trainer.is_world_process_zero():
