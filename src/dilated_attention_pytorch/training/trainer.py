@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.compiler.config
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,6 +38,8 @@ from .settings import TrainSettings
 from .zero import zero_stage
 
 _EXTENSION_BETAS = (0.9, 0.999)
+_GRAPHS_OF_PATTERNS = 8
+"""Most graphs of the model under one set of patterns, for example of windows of other lengths."""
 
 
 class LongNetTrainer(RunTrainer):
@@ -71,6 +74,10 @@ class LongNetTrainer(RunTrainer):
         self.distribution = distribution
         self.stages = settings.stages_by_step
         self._collate = data.collate
+        if settings.compile:
+            # Beyond the limit PyTorch computes a function without compiling it; every drawn window has its own graphs.
+            limit = _GRAPHS_OF_PATTERNS * (1 + len(set(stages.drawn)))
+            torch.compiler.config.recompile_limit = max(limit, torch.compiler.config.recompile_limit)
         lengths = data.byte_lengths
         self.trained, self.evaluated = (None if lengths is None else ByteCount(lengths, args.device) for _ in range(2))
         super().__init__(
