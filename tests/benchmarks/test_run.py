@@ -17,6 +17,7 @@ from rich.console import Console
 
 from dilated_attention_pytorch.benchmarks import measure, results, run
 from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contestant
+from dilated_attention_pytorch.benchmarks.report import LEGEND
 from dilated_attention_pytorch.benchmarks.results import Row
 from dilated_attention_pytorch.benchmarks.run import RESULTS_NAME
 from dilated_attention_pytorch.benchmarks.settings import BenchSettings
@@ -47,8 +48,13 @@ def test_a_run_leaves_tables_and_results(tmp_path: Path) -> None:
         "dense SDPA (all pairs)",
         "2 cases; no call starts after 240 s",
         "this was a dry run",
+        LEGEND,
     ):
         assert words in said
+    table = next(line for line in said.splitlines() if line.startswith("| N "))
+    for column in ("error", "spread", "launch", "relative time", "peak", "extra memory / q"):
+        assert column in table
+        assert f"*{column}*" in LEGEND
     assert {path.name for path in tmp_path.iterdir()} == {RESULTS_NAME, "page.md"}
 
 

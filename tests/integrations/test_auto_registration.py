@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dilated_attention_pytorch import LongNetConfig, LongNetForCausalLM, set_pattern
 from dilated_attention_pytorch.models import LongNetCausalLMConfig
@@ -56,6 +57,21 @@ for folder in Path(sys.argv[1]).iterdir():
 def test_a_saved_model_loads_after_the_imports_in_any_order(folder: Path, imports: str) -> None:
     program = f"import torch\n{imports}\n{LOAD}"
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program, str(folder)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_an_adapter_of_a_saved_model_loads_with_the_pattern(folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    names = ["q_proj", "v_proj"]
+    adapted = get_peft_model(model, LoraConfig(target_modules=names, task_type="CAUSAL_LM", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        torch.save((TOKENS, adapted.eval()(TOKENS).logits), tmp_path / "adapter" / "logits.pt")
+    load = LOAD.replace("AutoModelForCausalLM", "AutoPeftModelForCausalLM")
+    program = f"import torch\nimport dilated_attention_pytorch\nfrom peft import AutoPeftModelForCausalLM\n{load}"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
 
 
 def test_a_transformers_that_is_too_old_imports_as_without_this_package(tmp_path: Path) -> None:

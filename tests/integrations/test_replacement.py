@@ -180,7 +180,10 @@ def test_what_cannot_be_replaced_is_left_and_the_report_says_why(name: str) -> N
 
 
 def test_where_nothing_is_replaced_the_error_says_what_was_looked_for_and_nothing_changed() -> None:
-    with pytest.raises(ValueError, match=r"looked for nn.MultiheadAttention and for blocks with .* found none"):
+    with pytest.raises(
+        ValueError,
+        match=r"looked for nn.MultiheadAttention and for blocks with .* found none; for a model of transformers call",
+    ):
         replace_attention(nn.Linear(3, 3), COVERING)
     with pytest.raises(ValueError, match=r"found only\n  0 \(MultiheadAttention\): add_zero_attn"):
         replace_attention(nn.Sequential(nn.MultiheadAttention(12, 3, add_zero_attn=True)), COVERING)

@@ -154,7 +154,10 @@ def test_broken_files_are_named_and_skipped_and_the_rest_goes_on(
         ("a_text.h5", "cannot be read as HDF5"),
         ("slide0_cut.h5", "truncated file"),
         ("slide0_wide.h5", "its features have width 13, and this encoder takes 12: extract them with the tile encoder"),
-        ("slide0_unsized.h5", "pass --tile-size (tiles are 384 apart: --tile-size 384 if they do not overlap), and"),
+        (
+            "slide0_unsized.h5",
+            "pass --tile-size (tiles are 384 apart: --tile-size 384 if they do not overlap), with another --output if",
+        ),
         ("slide9_outside.h5", "the grid of 1000 x 1000 tiles of 512 pixels"),
     ):
         assert any(line.startswith(f"skipped {folder / name}: ") and sentence in line for line in skipped)

@@ -18,12 +18,16 @@ On {device}, {date}: `{command}`
 
 {versions}.
 {notes}
-Every time is of a call whose sampled rows, and gradients where they are timed, had just been compared with the
-definition. On a GPU it is the device's own time: it sleeps until the call has been launched; *launch* is the time on
-the host, with ! where the device waited for it. *all pairs* computes dense attention, more than the pattern. *relative
-time* is the time over that of our fastest implementation; *extra memory / q* is temporary memory over that of the
-query.
+{legend}
 """
+LEGEND = """\
+Every time is the median of calls whose sampled rows, and gradients where they are timed, had just been compared with
+the definition; *error* is the largest relative error there. *spread* is the interquartile range over the median. On a
+GPU the time is the device's own: it sleeps until the call has been launched; *launch* is the time on the host, with !
+where the device waited for it. *published route* is the algorithm of the authors' code, a call of dense attention per
+group and a merge; *all pairs* computes dense attention, more than the pattern. *relative time* is the time over that
+of our fastest implementation; *peak* memory has operands and results; *extra memory / q* is temporary memory over
+that of the query."""
 _COLUMNS = (
     "N",
     "implementation",
@@ -51,6 +55,7 @@ def print_page(values: Mapping[str, Any], rows: Sequence[Row], console: Console)
         command=machine["command"],
         versions=", ".join(f"{name} {version}" for name, version in machine["versions"].items()),
         notes="".join(f"\n{note}\n" for note in notes),
+        legend=LEGEND,
     )
     console.print(text)
     by_series: dict[str, list[Row]] = defaultdict(list)

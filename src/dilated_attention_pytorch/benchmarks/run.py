@@ -24,7 +24,7 @@ from .clock import Clock
 from .contestants import Contestant, find_contestants
 from .measure import OUT_OF_TIME, Budget, DeviceLostError, measure_case
 from .presets import PRESETS, planned_cases
-from .report import print_absences, print_page, print_series
+from .report import LEGEND, print_absences, print_page, print_series
 from .results import FORMAT, Row, origin, write_json
 from .settings import BenchSettings
 from .shapes import Case
@@ -101,7 +101,8 @@ def run(settings: BenchSettings, console: Console, command: str) -> BenchOutcome
         is_dry=settings.dry_run,
     )
     contestants = find_contestants(settings.contestants, device)
-    sentence = f"{len(cases)} cases; no call starts after {time_limit:.0f} s; --resume continues with what is left\n"
+    number = "1 case" if len(cases) == 1 else f"{len(cases)} cases"
+    sentence = f"{number}; no call starts after {time_limit:.0f} s; --resume continues with what is left\n"
     console.print(sentence, soft_wrap=True)
     _time_cases(outcome, cases, contestants, Clock(device), budget, console)
     outcome.seconds = before + time.monotonic() - started
@@ -202,6 +203,7 @@ def _conclude(outcome: BenchOutcome, console: Console) -> None:
     page = outcome.output / PAGE_NAME
     with page.open("w", encoding="utf-8") as opened:
         print_page(outcome.to_dict(), outcome.rows, plain_console(_PAGE_WIDTH, opened))
+    console.print(f"\n{LEGEND}\n", soft_wrap=True)
     written = f"{outcome.output / RESULTS_NAME}, {page}"
     console.print(f"{outcome.seconds:.0f} s; written: {written}", soft_wrap=True)
 

@@ -146,7 +146,8 @@ def replace_attention(
         raise ValueError(
             "nothing was replaced: looked for nn.MultiheadAttention and for blocks with the submodules qkv and proj "
             f"and the attribute num_heads in the model ({type(model).__name__}), and found "
-            + ("none" if not left else "only\n" + "\n".join(f"  {layer}" for layer in left))
+            + ("only\n" + "\n".join(f"  {layer}" for layer in left) if left else "none")
+            + ("" if left else "; for a model of transformers call set_pattern(model, pattern)")
         )
     for name, replacement in replacements.items():
         model.set_submodule(name, replacement)

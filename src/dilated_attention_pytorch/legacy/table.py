@@ -61,4 +61,5 @@ def answer(path: str, name: str) -> OldName | str | None:
     home, _, attribute = found.partition(":")
     parent, _, leaf = (today or found.replace(":", ".")).rpartition(".")
     kept = "it keeps its old arguments; in new code " if home.startswith("legacy") else ""
-    return OldName(home, attribute, f"{kept}write `from {path_of(parent)} import {leaf}`")
+    result = "; it returns (out, None)" if "Multihead" in leaf else ""
+    return OldName(home, attribute, f"{kept}write `from {path_of(parent)} import {leaf}`{result}")

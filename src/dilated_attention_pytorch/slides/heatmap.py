@@ -49,6 +49,9 @@ def read_scores(path: Path, slide: str | None = None) -> TileScores:
     """
     import h5py
 
+    if not path.exists():
+        there = ", ".join(file.name for file in sorted(path.parent.glob("*.h5"))[:5])
+        raise RunError(f"there is no file {path}; name one that is in its folder: {there or 'no .h5 file is there'}")
     try:
         with h5py.File(path, "r") as file:
             if "coords" not in file or not _AXES.keys() & file.keys():

@@ -32,6 +32,7 @@ _GIGAPATH = (
 """Names of GigaPath's tile encoder; slide2vec records that of the slide encoder for features on the way to it."""
 _TOLERANCE, _OF_SPACING = 0.1, 0.02
 """Of a magnification, as scanners differ, and of a spacing, as tools round it."""
+_OTHER_OUTPUT = "with another --output if this one holds embeddings"
 
 
 class TileRows(NamedTuple):
@@ -112,7 +113,7 @@ def read_tiles(path: Path, config: SlideEncoderConfig | TitanConfig, settings: T
     if tile_size is None:
         raise RunError(
             "it does not give its tile size (the attribute patch_size_level0 of coords, a number of at least 1); "
-            f"pass --tile-size{_guess(slide.spacing)}, and another --output"
+            f"pass --tile-size{_guess(slide.spacing)}, {_OTHER_OUTPUT}"
         )
     _check_spacing(slide, tile_size, settings.tile_spacing)
     coordinates = slide.coordinates.round() if settings.rounds else slide.coordinates
@@ -148,9 +149,7 @@ def _check_spacing(slide: Slide, tile_size: int, given: int | None) -> None:
     if given is not None:
         raise RunError(f"expected tiles {given} pixels apart (--tile-spacing), got tiles {slide.spacing} apart")
     is_from_settings = slide.tile_size is None
-    remedy = (
-        f"pass --tile-size {slide.spacing} and another --output" if is_from_settings else "extract its features again"
-    )
+    remedy = f"pass --tile-size {slide.spacing}, {_OTHER_OUTPUT}" if is_from_settings else "extract its features again"
     raise RunError(
         f"its tiles stand {slide.spacing} pixels apart, and a tile is {tile_size} pixels "
         f"({'--tile-size' if is_from_settings else 'as the file records'}): {remedy} if that is wrong, or pass "

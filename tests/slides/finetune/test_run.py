@@ -434,7 +434,7 @@ def refusal(cohort: Cohort, output: Path, **changes: Any) -> str:
 
 def test_wrong_inputs_are_sentences(cohort: Cohort, finished: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    assert "--layers must be 0 to 2" in refusal(cohort, output, layers=(11,))
+    assert "got 11; pass for example --layers 2, the last" in refusal(cohort, output, layers=(11,))
     assert "has no column 'died'" in refusal(cohort, output, task="survival", event_column="died")
     assert "7 folds need as many patients, got 6" in refusal(cohort, output, folds=7)
     with pytest.raises(RunError, match="--checkpoint must name the weights"):

@@ -151,7 +151,10 @@ class Finetuner:
         encoder = load_encoder(self.checkpoint, settings, pooling=settings.pooling, **rates)
         last = encoder.config.num_layers
         if max(settings.layers) > last:
-            raise RunError(f"--layers must be 0 to {last}, the layers of {self.checkpoint}, got {max(settings.layers)}")
+            raise RunError(
+                f"--layers must be 0 to {last}, the layers of {self.checkpoint}, got {max(settings.layers)}; pass for "
+                f"example --layers {last}, the last"
+            )
         if settings.lora is not None and settings.lora > encoder.config.embed_dim:
             raise RunError(f"--lora must be at most {encoder.config.embed_dim}, the width, got {settings.lora}")
         return encoder.to(self.device)
