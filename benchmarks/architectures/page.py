@@ -39,7 +39,10 @@ _REASONS = (
     ("came with numbers for every pair", _BIAS),
     ("adds a bias of its own", _BIAS),
     ("to its scores", _BIAS),
-    ("attention interface, through which", "a form of attention that is not a softmax over keys, or PyTorch's own layer"),
+    (
+        "attention interface, through which",
+        "a form of attention that is not a softmax over keys, or PyTorch's own layer",
+    ),
     ("computes attention itself and", "a layer's own code has an operation on its scores that attention does not have"),
     ("attention that is not causal is of a sequence to itself", _SEQUENCES),
     ("attends to other sequences alone", _SEQUENCES),
