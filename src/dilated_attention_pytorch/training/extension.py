@@ -105,7 +105,7 @@ def extend(
 
 
 def resume_extension(folder: Path, console: Console, steps: int | None = None) -> ExtensionOutcome:
-    """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
+    """Resume a stopped run from its last checkpoint, with the result of an uninterrupted run.
 
     With more ``steps``, the run, which may be finished, is trained longer (:mod:`.prolongation`).
 
