@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from dilated_attention_pytorch.benchmarks.results import write_json
@@ -23,7 +24,9 @@ from dilated_attention_pytorch.training import ExtensionSettings, extend, resume
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.windows import EvaluationWindows, TrainingWindows, evenly_spread
+from dilated_attention_pytorch.training.evaluation import binned, draw_positions
 from dilated_attention_pytorch.training.manifest import read_json
+from dilated_attention_pytorch.training.record import STATES
 
 from .measured_code import digest
 from .study import Study, run
@@ -125,8 +128,19 @@ def extended(settings: ExtensionSettings, folder: Path) -> dict[str, Any]:
             raise SystemExit(128 + outcome.stopped_by)
     record = read_json(folder / "training.json", what="benchmark", remedy="remove the folder and begin anew")
     for entry in record["measured"].values():
-        del entry["by_position"]
+        entry["by_position"] = binned(torch.tensor(entry["by_position"], dtype=torch.float64))
     return record
+
+
+def draw(record: dict[str, Any], file: Path) -> None:
+    """Write the picture of an extension: bits per byte by position, in every state of the model."""
+    length = str(record["settings"]["context_length"])
+    measured = {name: record["measured"][state] for state, name in STATES.items()}
+    curves = {
+        f"{name}, mean {found['bits_per_byte'][length]:.3f}": found["by_position"] for name, found in measured.items()
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw_positions(file, curves, record["own_length"])
 
 
 def measure(given: LongContext) -> dict[str, Any]:
@@ -151,8 +165,7 @@ def measure(given: LongContext) -> dict[str, Any]:
         records[name] = extended(settings, folder / name)
         for state, measured in records[name]["measured"].items():
             print(f"{name}, {state}: {measured['bits_per_byte']}", flush=True)
-    given.picture.parent.mkdir(parents=True, exist_ok=True)
-    given.picture.write_bytes((folder / "dilated" / "context.png").read_bytes())
+    draw(records["dilated"], given.picture)
     return {"pretraining": pretraining, "runs": records}
 
 

@@ -118,7 +118,7 @@ def as_markdown(docstring: str) -> str:
     """Roles of Sphinx as code, examples of doctest as blocks of code, arguments that share a text in one line."""
 
     def name(role: re.Match[str]) -> str:
-        return f"`{role['name'].rpartition('.')[2] if role['short'] else role['name']}`"
+        return f"`{role['name'].rpartition('.')[2] if role['short'] else role['name'].lstrip('.')}`"
 
     def fence(example: re.Match[str]) -> str:
         return f"{example['indent']}```pycon\n{example[0]}\n{example['indent']}```"

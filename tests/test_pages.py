@@ -165,7 +165,7 @@ def test_every_formula_of_a_page_is_known_to_the_library() -> None:
 
 
 def test_docstrings_become_markdown() -> None:
-    docstring = """See :func:`~a.b.attend` and :class:`Pattern`.
+    docstring = """See :func:`~a.b.attend` and :class:`Pattern`, :mod:`.plan`.
 
     Args:
         one, two,
@@ -179,7 +179,7 @@ def test_docstrings_become_markdown() -> None:
     The end."""
     assert (
         site_hooks().as_markdown(docstring)
-        == """See `attend` and `Pattern`.
+        == """See `attend` and `Pattern`, `plan`.
 
     Args:
         one, two, three: numbers.

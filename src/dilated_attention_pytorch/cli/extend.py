@@ -100,6 +100,8 @@ def defaults_of_extend(argv: Sequence[str]) -> Extend:
 def _report(outcome: ExtensionOutcome, console: Console) -> None:
     from rich.table import Table
 
+    from dilated_attention_pytorch.training.record import STATES
+
     run = shlex.quote(str(outcome.run))
     if outcome.stopped_by is not None:
         words = stopped("extend", outcome.run, outcome.step, outcome.stopped_by)
@@ -109,11 +111,7 @@ def _report(outcome: ExtensionOutcome, console: Console) -> None:
     lengths = (outcome.own_length, outcome.length)
     for length in lengths:
         table.add_column(f"reading {length:,} tokens", justify="right")
-    for state, words in (
-        ("before", "before"),
-        ("replaced", "after replacement"),
-        ("trained", "after further training"),
-    ):
+    for state, words in STATES.items():
         bits = outcome.bits_per_byte[state]
         table.add_row(words, *(f"{bits[length]:.3f}" for length in lengths))
     console.print(table)

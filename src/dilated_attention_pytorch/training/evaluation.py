@@ -202,19 +202,18 @@ def predicted(model: PreTrainedModel, parts: RowLogits | None, tokens: Tensor, p
     return Predicted(torch.cat(bits), torch.cat(is_likeliest))
 
 
-def draw_positions(path: Path, curves: Mapping[str, Tensor], own_length: int) -> None:
+def draw_positions(path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], own_length: int) -> None:
     """Plot bits per byte by position in the window, one curve per model state.
 
     Args:
         path: image file.
-        curves: bits per position, ``[N - 1]``, by name.
+        curves: positions and bits of each curve, from :func:`binned`, by its label.
         own_length: the model's original context length, drawn as a vertical line.
     """
     with chart(path) as figure:
         axes = figure.subplots()
-        for name, bits in curves.items():
-            midpoints, means = binned(bits)
-            axes.plot(midpoints, means, marker="o", markersize=3, label=f"{name}, mean {bits.mean():.3f}")
+        for label, (midpoints, means) in curves.items():
+            axes.plot(midpoints, means, marker="o", markersize=3, label=label)
         axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"own length, {own_length:,}")
         axes.set_xscale("log", base=2)
         axes.set_xlabel("position in the text, tokens")

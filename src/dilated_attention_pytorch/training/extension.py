@@ -105,7 +105,7 @@ def extend(
 
 
 def resume_extension(folder: Path, console: Console, steps: int | None = None) -> ExtensionOutcome:
-    """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
+    """Resume a stopped run from its last checkpoint, with the result of an uninterrupted run.
 
     With more ``steps``, the run, which may be finished, is trained longer (:mod:`.prolongation`).
 
@@ -232,7 +232,7 @@ def _read_settings(record: dict[str, Any]) -> ExtensionSettings:
     """
     if record["kind"] != _KIND:
         raise ValueError(f"kind {record['kind']!r}")
-    for name in STATES[:2]:
+    for name in ("before", "replaced"):
         _curve(record, name)
         {int(context): float(bits) for context, bits in record["measured"][name]["bits_per_byte"].items()}
     _ = float(record["bytes_per_token"]), int(record["own_length"]), record["model"]["use_cache"]
@@ -372,18 +372,18 @@ def _train_and_report(run: _Extension, device: str) -> ExtensionOutcome:
         if done == settings.steps:
             with trainer.checkpoints.writing("the trained model"):
                 _finish(run)
-            bits = opened.record["measured"][STATES[-1]]["bits_per_byte"][str(settings.context_length)]
+            bits = opened.record["measured"]["trained"]["bits_per_byte"][str(settings.context_length)]
             trackers.log(done, {"final_bits_per_byte": bits})
     return ExtensionOutcome.of_record(opened.folder, opened.record, done, stopped_by)
 
 
 def _finish(run: _Extension) -> None:
-    from .evaluation import draw_positions
+    from .evaluation import binned, draw_positions
 
     opened, record = run.opened, run.opened.record
     opened.add_to_record(measured={**record["measured"], "trained": _measure(run, "trained")})
-    names = ("before", "after replacement", "after further training")
-    curves = {name: _curve(record, state) for name, state in zip(names, STATES, strict=True)}
-    draw_positions(opened.folder / PICTURE_NAME, curves, run.own_length)
+    curves = {state: _curve(record, state) for state in STATES}
+    points = {f"{STATES[state]}, mean {curve.mean():.3f}": binned(curve) for state, curve in curves.items()}
+    draw_positions(opened.folder / PICTURE_NAME, points, run.own_length)
     run.model.config.get_text_config().use_cache = record["model"]["use_cache"]
     opened.save_finished(run.model, run.settings.steps)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from .run_settings import RunSettings
 
 SAMPLE_NAME = "sample.txt"
-STATES = ("before", "replaced", "trained")
-"""States of a model whose context is extended: unchanged; with scaled positions and the pattern; after training."""
+STATES = {"before": "before", "replaced": "after replacement", "trained": "after further training"}
+"""States of a model whose context is extended, with their names in words: unchanged; with scaled positions and the
+pattern; after training."""
 _FINISHED = "--resume auto", "restore it from a copy"
 """Subject and advice of messages about the folder of a finished run."""
 

@@ -98,7 +98,7 @@ def train(settings: TrainSettings, output: Path, console: Console, *, may_resume
 
 
 def resume(run: Path, console: Console, changes: Mapping[str, Any] | None = None) -> Outcome:
-    """Resume a stopped run from its last checkpoint, with the same result as if it had never stopped.
+    """Resume a stopped run from its last checkpoint, with the result of an uninterrupted run.
 
     With another number of processes, or ``changes`` of the distribution over them, the steps take the same windows
     (:func:`.spreading.respread`); results then differ by rounding, and in the random numbers of dropout.
