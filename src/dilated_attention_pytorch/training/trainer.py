@@ -76,7 +76,7 @@ class LongNetTrainer(RunTrainer):
         self._collate = data.collate
         if settings.compile:
             # Beyond the limit PyTorch computes a function without compiling it; every drawn window has its own graphs.
-            limit = _GRAPHS_OF_PATTERNS * (1 + len(set(stages.drawn)))
+            limit = _GRAPHS_OF_PATTERNS * (1 + len(set(self.stages.drawn)))
             torch.compiler.config.recompile_limit = max(limit, torch.compiler.config.recompile_limit)
         lengths = data.byte_lengths
         self.trained, self.evaluated = (None if lengths is None else ByteCount(lengths, args.device) for _ in range(2))
