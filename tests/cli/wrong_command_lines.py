@@ -63,6 +63,11 @@ TABLE: dict[str, list[Row]] = {
         Row(f"{TRAIN} --on-nan ignore", "--on-nan must be one of stop, skip, got 'ignore'"),
         Row("train --preset huge", "--preset huge: there is no such preset; choose one of auto, cpu, gpu, gpu-large, tiny"),
         Row("generate", "generate needs RUN (run folder that"),
+        Row("eval --data {}/texts", "eval needs MODEL (run folder, or"),
+        Row("embed {}/texts --maps {}/texts --checkpoint x --output {}/new", "embed takes SLIDES ... in one place, got also"),
+        Row(f"{TRAIN} --compile=yes", "--compile takes no value, got 'yes'; a switch is written alone"),
+        Row(f"{TRAIN} --seed None", "--seed must be a whole number, got 'None'"),
+        Row("bench --causal yes", "--causal must be one of True, False, got 'yes'"),
         Row("info --verbose", "info has no flag --verbose; dilated-attention info --help-all lists its flags"),
     ],
     "the file of --config": [

@@ -59,8 +59,8 @@ def _parted(
 ) -> tuple[list[tuple[str, list[str]]], list[list[str]]]:
     """The flags, each with its values, and the other words, in runs without a flag in between.
 
-    As the parser takes them: after ``--`` there are no flags, and a flag of several values leaves the last word of the
-    line to an argument that the command ``needs_one`` of and has not yet.
+    As the parser takes them: after ``--`` there are no flags, and a flag with several values leaves the last word of
+    the line to an argument that the command ``needs_one`` of and has not yet.
     """
     end = words.index("--") if "--" in words else len(words)
     following: list[tuple[str, list[str], int]] = [("", [], 0)]
@@ -75,7 +75,8 @@ def _parted(
     for name, after, most in following:
         is_last = after is following[-1][1]
         if name in flags and flags[name]["is_many"]:
-            most = len(after) - (1 if is_last and end == len(words) and needs_one and not runs else 0)
+            leaves_one = is_last and end == len(words) and needs_one and not runs and len(after) > 1
+            most = len(after) - (1 if leaves_one else 0)
         elif name in flags and not flags[name]["is_switch"]:
             most = 1
         if name:
