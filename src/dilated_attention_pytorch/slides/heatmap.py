@@ -49,6 +49,9 @@ def read_scores(path: Path, slide: str | None = None) -> TileScores:
     """
     import h5py
 
+    if not path.is_file():
+        what = "it is a folder" if path.is_dir() else "there is no such file"
+        raise RunError(f"{path}: {what}; name a file that `embed --maps`, `embed --rollout` or `finetune --maps` wrote")
     try:
         with h5py.File(path, "r") as file:
             if "coords" not in file or not _AXES.keys() & file.keys():
