@@ -21,9 +21,11 @@ def in_words(number: float) -> str:
 def in_time(seconds: float) -> str:
     """A duration in its two largest units.
 
-    >>> in_time(0.01234), in_time(59.96), in_time(3725), in_time(200_000), in_time(7.5)
-    ('12.3 ms', '1 min 0 s', '1 h 2 min', '2 d 8 h', '7.5 s')
+    >>> in_time(0.01234), in_time(59.96), in_time(3725), in_time(200_000), in_time(7.5), in_time(2.19e-7)
+    ('12.3 ms', '1 min 0 s', '1 h 2 min', '2 d 8 h', '7.5 s', '0.219 us')
     """
+    if seconds < 1e-4:
+        return f"{_plain(1e6 * seconds)} us"
     if seconds < 1:
         return f"{_plain(1000 * seconds)} ms"
     if seconds < 59.95:

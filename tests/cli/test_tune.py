@@ -91,6 +91,7 @@ def test_rates_worse_than_the_formula_and_too_few_times_are_not_used_and_said(
     main([*WORDS, "--seconds", "9.5", "--output", str(tmp_path / "new")])
     said = capsys.readouterr().out
     assert "float32, forward: too few times to fit and judge rates, so the formula stays in use" in said
+    assert "rank correlation" not in said
     assert load_profile(read_hardware("cpu")) is None
     answering(monkeypatch, 0.722, 0.778)
     main([*WORDS, "--seconds", "40", "--output", str(tmp_path / "new")])

@@ -45,6 +45,12 @@ def test_meshes_have_all_processes_and_the_first_is_the_fastest_that_fits() -> N
     assert [mesh.plan.fits for mesh in found] == sorted((mesh.plan.fits for mesh in found), reverse=True)
 
 
+def test_a_mesh_names_what_is_split() -> None:
+    (alone,), two = meshes(_settings(), 1, _device(10**9)), meshes(_settings(), 2, _device(10**9))
+    assert alone.describe().startswith("1 (no flags): ")
+    assert any(mesh.describe().startswith("2 = 2 context (--context-parallel 2") for mesh in two)
+
+
 def test_the_fewest_devices_fit_and_one_less_does_not() -> None:
     settings = _settings()
     alone = plan_run(settings, 1, _device(10**9)).footprint.total

@@ -212,7 +212,7 @@ def test_a_picture_shows_where_the_tiles_lie(
     assert imread(tmp_path / "b.png").shape[1] == 1200
     assert "is not replaced" not in capsys.readouterr().err
     assert "exists" in failure(capsys, "heatmap", file)
-    assert "z.h5; name one that is in its folder: a.h5" in failure(capsys, "heatmap", tmp_path / "out" / "z.h5")
+    assert "`finetune --maps` wrote: a.h5" in failure(capsys, "heatmap", tmp_path / "out" / "z.h5")
     assert "--layer must be 1 to 2, got 3" in failure(
         capsys, "heatmap", file, "--layer", 3, "--output", tmp_path / "c.png"
     )

@@ -35,6 +35,12 @@ def _settings(texts: Path) -> TrainSettings:
     return tiny_settings(texts, steps=4, save_steps=2, precision="float32", optimizer="adamw")
 
 
+def test_a_log_without_losses_says_nothing_about_the_time_of_a_step(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "training.json").write_text((world / "broken" / "training.json").read_text())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "seconds": 0}\n{"step": 2, "seconds": 3, "eval_loss": 1}\n')
+    assert not any(line.startswith("Time") for line in diagnose(tmp_path))
+
+
 def test_a_log_of_every_kind_of_event_is_told(world: Path) -> None:
     """40 steps of 2 s, four of them slower, 10 evaluations of 6 s, a slow rank, and faults of every kind."""
     run = world / "made"

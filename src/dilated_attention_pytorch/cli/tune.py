@@ -123,15 +123,14 @@ class Tune:
             show("fitting", len(timings), len(timings))
             fits = tuning.fit_rates(timings, hardware)
         tuning.keep_timings(record, timings, hardware, command=command, fits=[asdict(one) for one in fits])
-        table = _table(fits, timings)
         before = None if self.dry_run else load_profile(hardware)
         profile = tuning.profile_of(fits, before)
-        unused = _unused(fits, timings, profile)
-        console.print(table, *unused, sep="\n", highlight=False, soft_wrap=True)
+        found = [*([_table(fits, timings)] if fits else []), *_unused(fits, timings, profile)]
+        console.print(*found, sep="\n", highlight=False, soft_wrap=True)
         written = [record]
         if not self.dry_run:
             with report.open("w", encoding="utf-8") as stream:
-                plain_console(120, stream).print(table, *unused, sep="\n", highlight=False, soft_wrap=True)
+                plain_console(120, stream).print(*found, sep="\n", highlight=False, soft_wrap=True)
             written.append(report)
             if profile.rates or before is not None:
                 written.append(store_profile(profile, hardware))

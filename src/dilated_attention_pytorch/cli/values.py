@@ -51,7 +51,7 @@ def wrong_value(command: str, told: Mapping[str, Any], words: Sequence[str]) -> 
         sentence = _wrong_in_flag(flags.get(name), name, values, is_last=name not in names[index + 1 :])
         if sentence is not None:
             return sentence
-    return _wrong_arguments(command, told, runs) or _missing(command, told, set(names), runs)
+    return _wrong_arguments(command, told, runs) or _missing(command, told, given, runs)
 
 
 def _parted(
@@ -59,8 +59,8 @@ def _parted(
 ) -> tuple[list[tuple[str, list[str]]], list[list[str]]]:
     """The flags, each with its values, and the other words, in runs without a flag in between.
 
-    As the parser takes them: after ``--`` there are no flags, and a flag of several values leaves the last word of the
-    line to an argument that the command ``needs_one`` of and has not yet.
+    As the parser takes them: after ``--`` there are no flags, and a flag with several values leaves the last word of
+    the line to an argument that the command ``needs_one`` of and has not yet.
     """
     end = words.index("--") if "--" in words else len(words)
     following: list[tuple[str, list[str], int]] = [("", [], 0)]
@@ -75,7 +75,8 @@ def _parted(
     for name, after, most in following:
         is_last = after is following[-1][1]
         if name in flags and flags[name]["is_many"]:
-            most = len(after) - (1 if is_last and end == len(words) and needs_one and not runs else 0)
+            leaves_one = is_last and end == len(words) and needs_one and not runs and len(after) > 1
+            most = len(after) - (1 if leaves_one else 0)
         elif name in flags and not flags[name]["is_switch"]:
             most = 1
         if name:
@@ -121,7 +122,9 @@ def _wrong_arguments(command: str, told: Mapping[str, Any], runs: Sequence[Seque
         return None
     extra, place = words[most], " in one place" if is_many else ""
     takes = f"{'' if is_many else 'one '}{expected[0]['metavar']}{place}" if expected else "no words without a flag"
-    remedy = "write them one after the other" if is_many else "leave it out, or name its flag"
+    remedy = f"leave it out{', or name its flag' if told['flags'] else ''}"
+    if is_many:
+        remedy = "write them one after the other"
     if extra.lower() in _TRUTHS:
         remedy = _OF_A_SWITCH
     return f"{command} takes {takes}, got {'also ' if expected else ''}{_short(extra)}; {remedy}"
@@ -131,18 +134,22 @@ _TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 _OF_A_SWITCH = "a switch is written alone, or with --no- to turn it off"
 
 
-def _missing(command: str, told: Mapping[str, Any], given: set[str], runs: Sequence[Sequence[str]]) -> str | None:
+def _missing(
+    command: str, told: Mapping[str, Any], given: Sequence[tuple[str, Sequence[str]]], runs: Sequence[Sequence[str]]
+) -> str | None:
     missing = [argument for argument in told["arguments"] if argument["is_required"] and not runs]
-    flags = [flag for flag in told["flags"] if flag["is_required"] and flag["name"] not in given]
+    flags = [flag for flag in told["flags"] if flag["is_required"] and flag["name"] not in dict(given)]
     names = [argument["metavar"] for argument in missing] + [f"{flag['name']} {flag['metavar']}" for flag in flags]
     if not names:
         return None
     *first, last = names
     explained = (missing or flags)[0]["help"].partition(". ")[0].rstrip(".")
     listed = f"{', '.join(first)} and {last}" if first else last
-    return (
-        f"{command} needs {listed} ({explained[0].lower()}{explained[1:]}); dilated-attention {command} --help explains"
-    )
+    remedy = f"dilated-attention {command} --help explains"
+    many = next((name for name, values in given if len(values) > 1), None)
+    if missing and many is not None:
+        remedy = f"the words after {many} are its values, so write {names[0]} first"
+    return f"{command} needs {listed} ({explained[0].lower()}{explained[1:]}); {remedy}"
 
 
 def _short(value: str) -> str:

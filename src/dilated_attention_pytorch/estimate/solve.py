@@ -55,9 +55,10 @@ class Mesh(NamedTuple):
 
     def describe(self) -> str:
         """Sizes, flags, whether it fits, and speed."""
-        sizes = f"{self.data} data x {self.context} context x {self.tensor} tensor"
+        parts = {"data": self.data, "context": self.context, "tensor": self.tensor}
+        sizes = " x ".join(f"{size} {name}" for name, size in parts.items() if size > 1)
         return (
-            f"{self.data * self.context * self.tensor} = {sizes} ({self.flags or 'no flags'}): "
+            f"{self.data * self.context * self.tensor}{f' = {sizes}' if sizes else ''} ({self.flags or 'no flags'}): "
             f"{in_bytes(self.plan.footprint.total)} a process, {'fits' if self.plan.fits else 'does not fit'}; "
             f"at most {in_words(self.plan.rates.tokens_per_second)} tokens a second"
         )

@@ -49,9 +49,13 @@ def read_scores(path: Path, slide: str | None = None) -> TileScores:
     """
     import h5py
 
-    if not path.exists():
-        there = ", ".join(file.name for file in sorted(path.parent.glob("*.h5"))[:5])
-        raise RunError(f"there is no file {path}; name one that is in its folder: {there or 'no .h5 file is there'}")
+    if not path.is_file():
+        what, folder = ("it is a folder", path) if path.is_dir() else ("there is no such file", path.parent)
+        there = ", ".join(file.name for file in sorted(folder.glob("*.h5"))[:5])
+        raise RunError(
+            f"{path}: {what}; name a file that `embed --maps`, `embed --rollout` or `finetune --maps` wrote: "
+            f"{there or 'none is there'}"
+        )
     try:
         with h5py.File(path, "r") as file:
             if "coords" not in file or not _AXES.keys() & file.keys():
@@ -165,9 +169,8 @@ def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | No
     is_seen, is_signed = values != 0, bool((values < 0).any())
     relative = values / values.abs().mean().clamp(min=torch.finfo(torch.float64).tiny)
     with importing("drawing a heat map", "plot"):
-        from matplotlib.collections import PatchCollection
+        from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
 
     begin, end = scores.coordinates.amin(0).tolist(), (scores.coordinates.amax(0) + scores.tile_size).tolist()
     if thumbnail is not None:
@@ -184,12 +187,12 @@ def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | No
     axes = figure.subplots()
     if thumbnail is not None:
         axes.imshow(_picture(thumbnail), extent=(begin[0], end[0], end[1], begin[1]))
-    squares = [Rectangle(corner, scores.tile_size, scores.tile_size) for corner in scores.coordinates.tolist()]
+    corners = torch.tensor([[0, 0], [1, 0], [1, 1], [0, 1]])
+    squares = scores.coordinates[:, None] + scores.tile_size * corners  # [N, 4, 2]
     alpha = 1.0 if thumbnail is None else 0.5
-    hidden = [square for square, seen in zip(squares, is_seen.tolist(), strict=True) if not seen]
-    axes.add_collection(PatchCollection(hidden, facecolor="0.85", edgecolor="none", alpha=alpha))
-    shown = PatchCollection(
-        [square for square, seen in zip(squares, is_seen.tolist(), strict=True) if seen],
+    axes.add_collection(PolyCollection(squares[~is_seen].numpy(), facecolor="0.85", edgecolor="none", alpha=alpha))
+    shown = PolyCollection(
+        squares[is_seen].numpy(),
         cmap="coolwarm" if is_signed else "viridis",
         edgecolor="none",
         alpha=alpha,

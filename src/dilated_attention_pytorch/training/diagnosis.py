@@ -54,7 +54,9 @@ def _time(entries: Sequence[Mapping[str, float]], at_end: float, lost: float) ->
         for before, after in itertools.pairwise(entries)
         if "loss" in after and after["step"] > before["step"]
     ]
-    step_seconds = statistics.median(between_losses or [0.0])
+    if not between_losses:  # steps and evaluations cannot be told apart
+        return
+    step_seconds = statistics.median(between_losses)
     evaluating = sum(
         max(0.0, after["seconds"] - before["seconds"] - (after["step"] - before["step"]) * step_seconds)
         for before, after in itertools.pairwise(entries)

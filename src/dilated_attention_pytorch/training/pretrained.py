@@ -114,6 +114,13 @@ def length_of(what: str, config: PreTrainedConfig) -> int:
     Raises:
         RunError: it is unknown, or the model already has a pattern.
     """
+    from dilated_attention_pytorch.models import LongNetCausalLMConfig
+
+    if isinstance(config, LongNetCausalLMConfig):
+        raise RunError(
+            f"{what}: it is a LongNet, which is trained on longer text by `dilated-attention train --init-from` and "
+            "the folder, with a larger --context-length"
+        )
     length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is None:
         raise RunError(
