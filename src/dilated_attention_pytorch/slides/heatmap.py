@@ -190,9 +190,10 @@ def draw(scores: TileScores, values: Tensor, title: str, *, thumbnail: Path | No
     corners = torch.tensor([[0, 0], [1, 0], [1, 1], [0, 1]])
     squares = scores.coordinates[:, None] + scores.tile_size * corners  # [N, 4, 2]
     alpha = 1.0 if thumbnail is None else 0.5
-    axes.add_collection(PolyCollection(squares[~is_seen].numpy(), facecolor="0.85", edgecolor="none", alpha=alpha))
+    hidden = squares[~is_seen].numpy()
+    axes.add_collection(PolyCollection(hidden, facecolor="0.85", edgecolor="none", alpha=alpha))  # type: ignore[arg-type]
     shown = PolyCollection(
-        squares[is_seen].numpy(),
+        squares[is_seen].numpy(),  # type: ignore[arg-type]
         cmap="coolwarm" if is_signed else "viridis",
         edgecolor="none",
         alpha=alpha,
