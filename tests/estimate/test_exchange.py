@@ -80,6 +80,8 @@ def test_drawn_windows_send_the_mean_of_what_each_of_them_sends() -> None:
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_sends_what_was_planned(processes: int) -> None:
     tied, recomputed = {"tie_embeddings": False}, {"gradient_checkpointing": True}
+    patterns = ("local_window(7)", "DilatedPattern([211], [1])")
+    unlike = {"segment_lengths": (), "dilation_rates": (), "layer_patterns": patterns}
     several = [
         _settings({}),
         _settings(recomputed, data_parallel="fsdp"),
@@ -87,6 +89,7 @@ def test_a_step_sends_what_was_planned(processes: int) -> None:
         _settings(recomputed, context_parallel=processes, strategy="ring"),
         _settings({"key_convolution": 3, **recomputed}, context_parallel=processes, strategy="gather"),
         _settings({"shifted_keys": True}, context_parallel=processes, strategy="ring", layout="zigzag"),
+        _settings(unlike, context_parallel=processes),
         _settings({}, gradient_accumulation=3),
         _settings(recomputed, data_parallel="fsdp", gradient_accumulation=2),
         _settings({}, context_parallel=processes, strategy="ring", gradient_accumulation=2),

@@ -14,6 +14,7 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 from dilated_attention_pytorch.training.stages import StageSettings, steps_with_drawn_windows
 
+from .parallel import ParallelEstimate, plan_parallel
 from .workload import Workload
 
 
@@ -72,6 +73,37 @@ def mean_of_steps(settings: TrainSettings, pattern: Pattern, number: Callable[[P
     """The mean of ``number`` over :func:`patterns_of_steps`, rounded down."""
     patterns = patterns_of_steps(settings, pattern)
     return sum(times * number(one) for one, times in patterns.items()) // patterns.total()
+
+
+def sharing_of(settings: TrainSettings, pattern: Pattern) -> ParallelEstimate:
+    """What the processes that share a text send for a layer with ``pattern``, in the cheapest way of the settings."""
+    model, tensor = settings.model, settings.tensor_parallel
+    all_kv_heads, head_dim = heads_of(model)
+    kv_heads = all_kv_heads // tensor
+    ring = settings.context_parallel // settings.heads_parallel
+    plan = plan_parallel(
+        pattern.for_heads(range(kv_heads), all_kv_heads),
+        (settings.batch_size, settings.context_length, model.num_heads // tensor, head_dim),
+        (ring, settings.heads_parallel) if settings.heads_parallel > 1 else ring,
+        num_kv_heads=kv_heads,
+        is_causal=True,
+        dtype=computing_dtype(settings.precision),
+    )
+    return next(
+        estimate
+        for estimate in plan.estimates
+        if settings.strategy in ("auto", estimate.strategy) and settings.layout in ("auto", estimate.layout)
+    )
+
+
+def way_of(settings: TrainSettings) -> ParallelEstimate:
+    """:func:`sharing_of` the layer with most pairs, whose strategy and layout all layers have."""
+    kv_heads, _ = heads_of(settings.model)
+
+    def pairs(pattern: Pattern) -> int:
+        return pattern.num_pairs(settings.context_length, num_kv_heads=kv_heads, is_causal=True)
+
+    return sharing_of(settings, max(settings.model.different_patterns, key=pairs))
 
 
 def attention_of(settings: TrainSettings, length: int, batch_size: int, *, is_training: bool = True) -> Workload:

@@ -11,12 +11,11 @@ import torch
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.patterns import Pattern
-from dilated_attention_pytorch.plan.layout import Layout, shard_runs
+from dilated_attention_pytorch.plan.layout import shard_runs
 from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import heads_of, mean_of_steps, recomputed_layers, rows_of_batch
-from .parallel import ParallelEstimate, plan_parallel
+from .batch import heads_of, mean_of_steps, recomputed_layers, rows_of_batch, sharing_of, way_of
 
 _FLOAT32 = 4
 _TIMES_SENT = {"ddp": (0, 2), "zero1": (1, 1), "zero2": (1, 1), "fsdp": (3, 0), "zero3": (3, 0)}
@@ -78,31 +77,11 @@ def _split_weights(model: LongNetConfig, p: int) -> int:
     return (p - 1) * (3 * model.num_layers * block + 2 * rest)
 
 
-def _estimate_of(settings: TrainSettings, pattern: Pattern) -> ParallelEstimate:
-    """Cost of sending the rows of a layer's attention, with the strategy and layout that the run would choose."""
-    model, tensor = settings.model, settings.tensor_parallel
-    all_kv_heads, head_dim = heads_of(model)
-    kv_heads = all_kv_heads // tensor
-    ring = settings.context_parallel // settings.heads_parallel
-    mesh = (ring, settings.heads_parallel) if settings.heads_parallel > 1 else ring
-    plan = plan_parallel(
-        pattern.for_heads(range(kv_heads), all_kv_heads),
-        (settings.batch_size, settings.context_length, model.num_heads // tensor, head_dim),
-        mesh,
-        num_kv_heads=kv_heads,
-        is_causal=True,
-        dtype=computing_dtype(settings.precision),
-    )
-    return next(
-        estimate
-        for estimate in plan.estimates
-        if settings.strategy in ("auto", estimate.strategy) and settings.layout in ("auto", estimate.layout)
-    )
-
-
 def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
     model, sent = settings.model, 0
     again = recomputed_layers(model) if is_training else []
+    way = way_of(settings)
+    settings = dataclasses.replace(settings, strategy=way.strategy, layout=way.layout)
     of_layer: dict[tuple[Pattern, int], int] = {}
     for layer in range(model.num_layers):
         pattern, forward = model.pattern(layer), 2 if layer in again else 1
@@ -115,26 +94,25 @@ def _rows(settings: TrainSettings, *, is_training: bool) -> SentBytes:
 
 def _rows_of_layer(settings: TrainSettings, pattern: Pattern, forward: int, *, is_training: bool) -> int:
     """Bytes of ``forward`` forward passes of a layer, and of its backward pass: the mean over the steps of the run."""
-    chosen = _estimate_of(settings, pattern)
-    settings = dataclasses.replace(settings, strategy=chosen.strategy, layout=chosen.layout)
 
     def sent(one: Pattern) -> int:
-        estimate = _estimate_of(settings, one)
+        estimate = sharing_of(settings, one)
         both = zip(estimate.forward_bytes, estimate.backward_bytes, strict=True)
         return max(forward * there + is_training * back for there, back in both)
 
     element = computing_dtype(settings.precision).itemsize
-    of_keys = (forward * element + is_training * max(element, _FLOAT32)) * _previous_keys(settings, chosen.layout)
+    of_keys = (forward * element + is_training * max(element, _FLOAT32)) * _previous_keys(settings)
     return of_keys + mean_of_steps(settings, pattern, sent)
 
 
-def _previous_keys(settings: TrainSettings, layout: Layout) -> int:
+def _previous_keys(settings: TrainSettings) -> int:
     """Numbers that a process sends for keys that are made of several rows: the last rows of its runs, to all others."""
+    assert settings.layout != "auto"
     model, ring, heads = settings.model, settings.context_parallel // settings.heads_parallel, settings.heads_parallel
     if not model.num_previous_keys:
         return 0
     shards = (
-        shard_runs(settings.context_length, ring, rank, layout, part=(part, heads))
+        shard_runs(settings.context_length, ring, rank, settings.layout, part=(part, heads))
         for rank in range(ring)
         for part in range(heads)
     )

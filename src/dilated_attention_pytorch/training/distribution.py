@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention_pytorch import parallel
+from dilated_attention_pytorch.estimate.batch import way_of
 from dilated_attention_pytorch.models.causal_lm import LongNetForCausalLM
 from dilated_attention_pytorch.models.longnet import document_positions
 from dilated_attention_pytorch.parallel.groups import all_groups, as_long_as_all, wait_at_most
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.plan.layout import Layout
 
-from .autocast import computing_dtype
 from .settings import Strategy, TrainSettings
 from .tensor_parallel import order_of, own_patterns, row_orders, split_matrices
 from .zero import ZeroEngine, zero_stage
@@ -111,7 +111,8 @@ class Distribution:
         self.data_size, self.data_rank = sequences, self.mesh.get_local_rank("data")
         if self.context_size > 1:
             context = self.mesh["ring"] if settings.heads_parallel == 1 else self.mesh["ring", "heads"]
-            self.attention = ContextAttention(context, *_cheapest(settings, context))
+            way = way_of(settings)
+            self.attention = ContextAttention(context, way.strategy, way.layout)
 
     def describe(self) -> str:
         """Description to append to the number of devices; empty for a single process."""
@@ -337,26 +338,6 @@ def _of_weights(state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) 
         for name, values in state.get("state", {}).items()
     }
     return {**state, "state": changed} if state else state
-
-
-def _cheapest(settings: TrainSettings, context: DeviceMesh) -> tuple[Strategy, Layout]:
-    """Strategy and layout: from the settings, or the cheapest where they are "auto"."""
-    model, tensor = settings.model, settings.tensor_parallel
-    assert model.num_kv_heads is not None
-    num_kv_heads = model.num_kv_heads // tensor
-    plan = parallel.plan_parallel(
-        model.pattern(0).for_heads(range(num_kv_heads), model.num_kv_heads),
-        (settings.batch_size, settings.context_length, model.num_heads // tensor, model.embed_dim // model.num_heads),
-        context,
-        num_kv_heads=num_kv_heads,
-        is_causal=True,
-        dtype=computing_dtype(settings.precision),
-    )
-    return next(
-        (estimate.strategy, estimate.layout)
-        for estimate in plan.estimates
-        if settings.strategy in ("auto", estimate.strategy) and settings.layout in ("auto", estimate.layout)
-    )
 
 
 @contextmanager
