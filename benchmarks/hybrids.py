@@ -11,8 +11,8 @@ train` with as many operations (:mod:`.estimate.flops`: matrices per token, atte
 8,192 tokens takes in N steps, in stages of 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
 
 Two texts. "code": all Python source of a package, a text per folder, at least 32 KiB; often one file is made of parts
-of another; tokens of a byte-level BPE trained on it. "made": random words, among them pairs that come twice, at
-distances drawn evenly in their logarithm; tokens are bytes.
+of another; tokens of a byte-level BPE trained on it. "made": pairs of random words, half of which came before, with
+a number of pairs in between that is drawn evenly in its logarithm; tokens are bytes.
 
 The results of each run are written when it ends, and runs with results are left out: the same command goes on where it
 was stopped, also inside a run.
@@ -54,8 +54,8 @@ from .study import Study, run
 
 Text = Literal["code", "made"]
 WORD_LETTERS = 4
-SHORTEST_DISTANCE = 32
-"""Words between a pair and its repetition, at least."""
+FEWEST_BETWEEN = 16
+"""Other pairs between a pair and its repetition, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,23 +185,30 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
 
 
 def made_text(seed: int, words: int) -> str:
-    """Random words, in which about 1 of 8 begins a pair that comes a second time.
+    """Pairs of random words. Half of the pairs came before, so that their second word follows from the first.
 
-    A pair is two new words. The distance to its repetition is drawn evenly in its logarithm, from 32 words to the rest
-    of the text.
+    How many other pairs lie between the two is drawn evenly in its logarithm, from 16 to all.
     """
-    draws = random.Random(seed)
+    draws, taken = random.Random(seed), set[str]()
 
     def word() -> str:
-        return "".join(draws.choices(string.ascii_lowercase, k=WORD_LETTERS))
+        letters = "".join(draws.choices(string.ascii_lowercase, k=WORD_LETTERS))
+        if letters in taken:
+            return word()
+        taken.add(letters)
+        return letters
 
-    placed: list[str | None] = [None] * words
-    for place in range(0, words - SHORTEST_DISTANCE - 2, 8):
-        distance = round(math.exp(draws.uniform(math.log(SHORTEST_DISTANCE), math.log(words - 2 - place))))
-        pair, again = (word(), word()), place + distance
-        if placed[place : place + 2] == placed[again : again + 2] == [None, None]:
-            placed[place : place + 2] = placed[again : again + 2] = pair
-    return " ".join(word() if one is None else one for one in placed)
+    pairs: list[str] = []
+    recent: list[str] = []
+    for _ in range(words // 2):
+        if len(recent) > FEWEST_BETWEEN and draws.random() < 0.5:
+            back = math.exp(draws.uniform(math.log(FEWEST_BETWEEN), math.log(len(recent))))
+            pair = recent.pop(-math.ceil(back))
+        else:
+            pair = f"{word()} {word()}"
+        pairs.append(pair)
+        recent.append(pair)
+    return " ".join(pairs)
 
 
 def prepare_text(text: Text, given: Hybrids) -> tuple[Path, Path | None]:
