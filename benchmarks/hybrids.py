@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch import Pattern, attend
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
-from dilated_attention_pytorch.estimate.flops import longnet_flops, training_flops
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, causal_lm
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.output import replacing
@@ -48,7 +47,7 @@ from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import StageSettings
 
-from .length import prepare, slug
+from .length import flops_of, held_out_curve, prepare, slug
 from .measured_code import code
 from .study import Study, run
 
@@ -275,12 +274,6 @@ def settings_of(
     return settings(contestant, max(3, round(1000 * budget / flops_of(a_thousand))))
 
 
-def flops_of(settings: TrainSettings, step: int | None = None) -> int:
-    """Operations of a run, or of its first steps."""
-    steps = settings.steps if step is None else step
-    return settings.batch_size * training_flops(longnet_flops(settings.model), settings.stages_by_step, steps)
-
-
 @contextmanager
 def models_of(name: str) -> Iterator[None]:
     """Context in which models of transformers are made with the attention of the contestant."""
@@ -309,11 +302,6 @@ def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str
         )
         evaluate_model(str(folder), told, None, console)
     found = read_json(folder / "eval.json", **_READ)
-    curve = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        if "eval_bits_per_byte" in entry:
-            curve.append((flops_of(settings, entry["step"]), entry["eval_bits_per_byte"]))
     return {
         "parameters": settings.model.num_parameters,
         "context_length": settings.context_length,
@@ -321,7 +309,7 @@ def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str
         "flops": flops_of(settings),
         "tokens": settings.batch_size * settings.stages_by_step.tokens_after(settings.steps),
         "hours": spent,
-        "held_out_during_training": curve,
+        "held_out_during_training": held_out_curve(folder, settings),
         **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations")},
     }
 
@@ -355,10 +343,15 @@ def measure(given: Hybrids) -> dict[str, Any]:
         results = json.loads(given.output.read_text(encoding="utf-8"))
     for text, name, seed in runs_of(given):
         key = f"{text}: {name}: {seed}"
-        if key in results:
-            continue
         texts, tokenizer = prepare_text(text, given)
         settings = settings_of(contestants(given.length)[name], texts, tokenizer, seed, given)
+        if key in results:
+            if results[key]["flops"] != flops_of(settings):
+                raise SystemExit(
+                    f"{given.output} has {key} with {results[key]['flops']:,} operations, and these settings take "
+                    f"{flops_of(settings):,}; name another --output"
+                )
+            continue
         print(f"{key}: {settings.steps} steps, {flops_of(settings) / 1e12:.0f} * 10^12 operations", flush=True)
         with models_of(name):
             found = result_of(given.folder / text / f"{slug(name)}-{seed}", settings, given)
@@ -383,4 +376,4 @@ if __name__ == "__main__":
             "windows": 1,
             "recall_texts": 1,
         }
-        run(Hybrids, measure, text=__doc__, name="hybrids", group="training", tiny=tiny)
+        run(Hybrids, measure, text=__doc__, name="hybrids", group=None, tiny=tiny)

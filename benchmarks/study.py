@@ -66,7 +66,7 @@ def run(
     *,
     text: str | None,
     name: str,
-    group: Group,
+    group: Group | None,
     tiny: Mapping[str, Any],
 ) -> Path:
     """Measure what the command line asks for, and write it with the machine and a digest of the measured code.
@@ -76,7 +76,7 @@ def run(
         measure: returns the results, without the keys ``machine``, ``impl`` and ``code``.
         text: what the study measures, for ``--help``.
         name: of the file of results, without its suffix.
-        group: the code that is measured.
+        group: the code that is measured; None if ``measure`` writes the file, in sections with a machine and code each.
         tiny: settings that ``--tiny`` changes.
 
     Returns:
@@ -101,7 +101,9 @@ def run(
         if isinstance(given, StudyOfCalls):
             record["impl"] = chosen(impl)
             print(f"impl: {record['impl']}")
-        write_results(file, group, {**record, **measure(given)})
+        found = measure(given)
+        if group is not None:
+            write_results(file, group, {**record, **found})
     print(f"written: {file}")
     return file
 

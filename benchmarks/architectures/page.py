@@ -62,7 +62,8 @@ _HEAD = """# Architectures of transformers
 
 This page has the result of [`attn_implementation="dilated"`](transformers.md) for every architecture of transformers
 {transformers}. Find a model by its type (`config.model_type`): the line above it says what holds, or why it is refused.
-`{command}` makes this page (torch {torch}, {date}); [a file](../benchmarks/results/{file}) has classes and errors.
+`{command}` makes this page (torch {torch}, {date});
+[a file](../benchmarks/results/{file}) has classes and errors.
 
 | of {judged} classes of models with attention that were built and run | |
 |---|---|

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.patterns import DilatedPattern, Pattern, pattern_from_expression
 from dilated_attention_pytorch.patterns.mixing import splitmix64
-
-if TYPE_CHECKING:
-    pass
 
 _SHORTEST = 8
 
