@@ -3,10 +3,10 @@
     python -m benchmarks.gpu             # make gpu
     python -m benchmarks.gpu --dry-run   # the same steps at a few rows, on a CPU too
 
-Steps come in the order of their importance: the gate of the kernels, the first cases of the benchmark, the tests on the
-device, the other gates, memory accesses, the rest of the benchmark. Every step is a separate process, and the record is
-written after each. The same command resumes an earlier run in the same folder, or in a copy of it: steps that passed
-are not repeated, and the benchmark continues where --seconds cut it off. Four files hold everything: gpu.json, log.txt,
+First come the checks, several processes at once: random calls of every implementation, the tests of the kernels, memory
+accesses. They have at most 55 % of --seconds. Then the benchmark has the device for itself. The record is written after
+each step. The same command resumes an earlier run in the same folder, or in a copy of it: steps that passed are not
+repeated, and the benchmark continues where --seconds cut it off. Four files hold everything: gpu.json, log.txt,
 bench/bench.json, bench/page.md. Exit code: 0 if everything is done and correct, 3 if something is left, 1 if something
 is wrong, 2 if the folder holds another run.
 """
@@ -31,7 +31,6 @@ from typing import Any, Literal
 import torch
 
 from dilated_attention_pytorch.benchmarks.__main__ import LEAVES_WHEN_LOST
-from dilated_attention_pytorch.benchmarks.measure import OUT_OF_TIME
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.benchmarks.run import RESULTS_NAME, SAME_MACHINE
 from dilated_attention_pytorch.errors import RunError
@@ -45,14 +44,19 @@ RECORD, LOG = "gpu.json", "log.txt"
 TESTS = Path("tests/kernels/triton")
 WITHOUT_GPU = {"test_compiled", "test_configurations", "test_hazards"}
 """Files of tests that compile for a GPU and launch nothing."""
-FIRST_CASES = 10
-"""Cases of the benchmark that a first run times, with those that the README names."""
+FOR_CHECKS = 0.55
+"""Part of the time that checks may take."""
+CORES_EACH = 1.25
+"""Cores for each process of a check: most of its time, it compiles kernels."""
+WITH_DRAWN = {"test_equals_the_oracle", "test_score_terms"}
+"""Files of tests whose random calls compile for minutes."""
 Status = Literal["passed", "failed", "skipped", "cut off"]
 _TAIL = 4000
 _MOST_PROCESSES = 8
 """Maximum number of processes per step, each after the previous one lost the device."""
 _LEAST_SECONDS = 10.0
 """No step starts with less time left."""
+_BETWEEN_LOOKS = 0.05
 _GATE = {"triton": "ours, triton", "aten": "ours, aten", "published": "published route"}
 """Checks against the definition, each in its own process: one that breaks the device does not affect the others."""
 _WATCHED = ("ours, triton", "ours, aten")
@@ -65,13 +69,13 @@ class Step:
 
     name: str
     command: tuple[str, ...]
-    most_seconds: float
-    """Time limit."""
     environment: dict[str, str] = field(default_factory=dict)
     refusal: str | None = None
     """Reason for not running it; None if it runs."""
     result: Path | None = None
     """File that it writes, moved to the record."""
+    is_alone: bool = False
+    """Whether nothing else may run at the same time."""
     is_done: Callable[[], bool] = lambda: True
     """Whether a process that ended with success has done everything."""
     begun_anew: int | None = None
@@ -95,11 +99,7 @@ class Outcome:
 
 
 def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
-    """The steps in order, for a run of ``seconds``.
-
-    The benchmark also checks every call against the definition: a wrong contestant affects its own figures only. So the
-    gates of other contestants than the kernels can wait.
-    """
+    """The steps in order, for a run that has ``seconds`` left."""
     output = output.relative_to(ROOT) if output.is_relative_to(ROOT) else output
     has_gpu = torch.cuda.is_available()
     no_gpu = (
@@ -109,48 +109,45 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
     not_installed = f"{' and '.join(missing)} not installed: pip install -e .[dev]" if missing else None
     sanitizer = shutil.which("compute-sanitizer")
     drawn = "--calls 1 --dtypes bfloat16 --most-rows 70" if is_dry else "--calls 8 --dtypes bfloat16 float16"
-    bench, result = output / "bench", output / "step.json"
+    bench = output / "bench"
 
     def gate(who: str) -> Step:
-        command = _python(f"benchmarks.gpu_gate {drawn}", "--contestants", _GATE[who])
+        command, result = _python(f"benchmarks.gpu_gate {drawn}", "--contestants", _GATE[who]), output / f"{who}.json"
         return Step(
             name=f"gate, {who}",
             command=(*command, "--output", str(result)),
-            most_seconds=min(120.0, seconds),
             refusal=no_gpu,
             result=ROOT / result,
         )
 
-    def benchmark(name: str, most_seconds: float, most_cases: int | None) -> Step:
+    def benchmark() -> Step:
         rows = ROOT / bench / RESULTS_NAME
-        limit = f"--time-limit {0.8 * most_seconds:.0f}"
         options = (*(("--resume",) if rows.exists() else ()), *(("--dry-run",) if is_dry else ()))
-        module = f"dilated_attention_pytorch.benchmarks --preset gpu {limit}"
+        module = f"dilated_attention_pytorch.benchmarks --preset gpu --time-limit {0.8 * seconds:.0f}"
         return Step(
-            name=name,
+            name="benchmark",
             command=_python(module, "--output", str(bench), *options),
-            most_seconds=most_seconds,
             refusal=no_gpu,
+            is_alone=True,
             begun_anew=LEAVES_WHEN_LOST,
-            is_done=lambda: _is_complete(rows, most_cases),
+            is_done=lambda: bool(json.loads(rows.read_text(encoding="utf-8"))["complete"]),
         )
 
     def tests(name: str, *words: str) -> Step:
         return Step(
             name=f"tests, {name}",
             command=_python("pytest -q -p no:benchmark", *words, *(("--collect-only",) if is_dry else ())),
-            most_seconds=seconds,
             environment={"TRITON_INTERPRET": "0"} if has_gpu else {},
             refusal=no_gpu or not_installed,
         )
 
     def checked(tool: str) -> Step:
+        result = output / f"{tool}.json"
         module = _python("benchmarks.gpu_gate --calls 2 --most-rows 200 --dtypes bfloat16", "--contestants", *_WATCHED)
         prefix = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         return Step(
             name=tool,
             command=(*prefix, *module, "--output", str(result)),
-            most_seconds=min(240.0, seconds),
             # PyTorch's allocator keeps freed memory: every tensor must be a separate allocation.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"},
             refusal=no_gpu
@@ -160,18 +157,21 @@ def steps(output: Path, *, is_dry: bool, seconds: float) -> list[Step]:
         )
 
     if is_dry and not has_gpu:
-        return [gate("aten"), benchmark("benchmark", seconds, None), tests("all", str(TESTS))]
+        return [gate("aten"), tests("all", str(TESTS)), benchmark()]
     files = [file.relative_to(ROOT) for file in sorted((ROOT / TESTS).glob("test_*.py"))]
     return [
         gate("triton"),
-        benchmark("benchmark, first cases", min(240.0, seconds), FIRST_CASES),
-        # One process for each file: what a time limit cuts off is the rest of a file.
-        *(tests(file.stem, str(file), "-k", "not drawn") for file in files if file.stem not in WITHOUT_GPU),
+        # Longest first. One process for each file: what a time limit cuts off is the rest of a file.
+        *(tests(f"{file.stem}, drawn calls", str(file), "-k", "drawn") for file in files if file.stem in WITH_DRAWN),
+        *(
+            tests(file.stem, str(file), *(("-k", "not drawn") if file.stem in WITH_DRAWN else ()))
+            for file in files
+            if file.stem not in WITHOUT_GPU
+        ),
+        *map(checked, ("memcheck", "racecheck")),
         gate("aten"),
         gate("published"),
-        *map(checked, ("memcheck", "racecheck")),
-        tests("drawn calls", str(TESTS), "-k", "drawn"),
-        benchmark("benchmark", seconds, None),
+        benchmark(),
     ]
 
 
@@ -185,62 +185,67 @@ def _shown(step: Step) -> str:
     return shlex.join("python" if part == sys.executable else part for part in step.command)
 
 
-def _is_complete(file: Path, most_cases: int | None) -> bool:
-    """Whether the time limit left nothing out of the first ``most_cases`` cases of a benchmark, or of all."""
-    values = json.loads(file.read_text(encoding="utf-8"))
-    if most_cases is None:
-        return bool(values["complete"])
-    cases = {json.dumps(row["case"]): None for row in values["rows"]}
-    first = list(cases)[:most_cases]
-    return not any(row["reason"] == OUT_OF_TIME for row in values["rows"] if json.dumps(row["case"]) in first)
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """A step whose process runs, in a process group of its own, so that its children end with it."""
 
+    step: Step
+    process: subprocess.Popen[bytes]
+    began: float
+    limit: float
+    said: Path
+    """File of its output."""
 
-def run_step(step: Step, seconds: float, log: Path) -> Outcome:
-    """Run a step for at most ``seconds``; its output is appended to a file, and the end of it is printed."""
-    outcome = Outcome(name=step.name, status="skipped", reason=step.refusal or "", command=_shown(step))
-    if step.refusal is not None:
+    @classmethod
+    def begin(cls, step: Step, seconds: float, output: Path) -> Running:
+        """Start a step that may run for ``seconds`` at most."""
+        path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+        said = output / f"{step.name.replace(', ', '-').replace(' ', '-')}.txt"
+        print(f"== {step.name}: {_shown(step)}", flush=True)
+        with said.open("wb") as file:
+            process = subprocess.Popen(
+                step.command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path, **step.environment},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(step=step, process=process, began=time.monotonic(), limit=seconds, said=said)
+
+    def has_ended(self) -> bool:
+        """Whether its process ended or reached its limit."""
+        return self.process.poll() is not None or time.monotonic() - self.began > self.limit
+
+    def end(self, log: Path) -> Outcome:
+        """Kill what still runs, append the output to ``log``, and judge the step."""
+        step, code = self.step, self.process.poll()
+        if code is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        said = self.said.read_bytes().decode(errors="replace")
+        self.said.unlink()
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"== {step.name}: {_shown(step)}\n{said}")
+        seconds = time.monotonic() - self.began
+        outcome = Outcome(name=step.name, status="passed", seconds=seconds, command=_shown(step), code=code)
+        outcome.tail = said[-_TAIL:]
+        if step.result is not None and step.result.exists():
+            outcome.result = json.loads(step.result.read_text(encoding="utf-8"))
+            step.result.unlink()
+        if code is None:
+            outcome.status, outcome.reason = "cut off", f"not done after {self.limit:.0f} s"
+        elif code == step.begun_anew:
+            outcome.status, outcome.reason = "cut off", "the device was lost to the process"
+        elif code == LEAVES_WHEN_REFUSED:
+            reason = "everything is refused on this device, with the sentences of its log"
+            outcome.status, outcome.reason = "skipped", reason
+        elif code != 0:
+            outcome.status, outcome.reason = "failed", f"it left with {code}"
+        elif not step.is_done():
+            outcome.status, outcome.reason = "cut off", "its time limit left something out"
+        print(f"== {step.name}: {outcome.status} {outcome.reason}\n{outcome.tail}", flush=True)
         return outcome
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, **step.environment}
-    started, limit = time.monotonic(), min(step.most_seconds, seconds)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as said:
-        print(f"== {step.name}: {outcome.command}", file=said, flush=True)
-        begin = said.tell()
-        # A separate process group, so that its children end with it.
-        process = subprocess.Popen(
-            step.command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    outcome.seconds, outcome.code = time.monotonic() - started, code
-    outcome.tail = log.read_bytes()[begin:].decode(errors="replace")[-_TAIL:]
-    print(outcome.tail, flush=True)
-    if step.result is not None and step.result.exists():
-        outcome.result = json.loads(step.result.read_text(encoding="utf-8"))
-        step.result.unlink()
-    if code is None:
-        outcome.status, outcome.reason = "cut off", f"not done after {limit:.0f} s"
-    elif code == step.begun_anew:
-        outcome.status, outcome.reason = "cut off", "the device was lost to the process"
-    elif code == LEAVES_WHEN_REFUSED:
-        outcome.status, outcome.reason = (
-            "skipped",
-            "everything is refused on this device, with the sentences of its log",
-        )
-    elif code != 0:
-        outcome.status, outcome.reason = "failed", f"it left with {code}"
-    elif not step.is_done():
-        outcome.status, outcome.reason = "cut off", "its time limit left something out"
-    else:
-        outcome.status = "passed"
-    return outcome
 
 
 def earlier(output: Path, record: dict[str, Any]) -> dict[str, Outcome]:
@@ -271,13 +276,13 @@ def run(output: Path, *, is_dry: bool, seconds: float, only: Sequence[str] = ())
     Raises:
         RunError: the folder holds another run.
     """
-    ends_at = time.monotonic() + seconds
+    began = time.monotonic()
     read_all()
     found = {"machine": origin(module_command()), "code": code("triton"), "dry_run": is_dry, "complete": False}
     record: dict[str, Any] = json.loads(json.dumps(found))
     passed = earlier(output, record)
-    names = [step.name for step in steps(output, is_dry=is_dry, seconds=seconds)]
-    outcomes = {name: Outcome(name=name, status="cut off", reason="no time was left to begin it") for name in names}
+    entries = {step.name: step for step in steps(output, is_dry=is_dry, seconds=seconds)}
+    outcomes = {name: Outcome(name=name, status="cut off", reason="no time was left to begin it") for name in entries}
     outcomes |= passed
 
     def write() -> None:
@@ -286,22 +291,38 @@ def run(output: Path, *, is_dry: bool, seconds: float, only: Sequence[str] = ())
         write_json(output / RECORD, record)
 
     write()
-    for index, name in enumerate(names):
-        if name in passed:
-            continue
-        if only and name not in only:
-            outcomes[name].reason = "--only leaves it out"
-            continue
-        for _ in range(_MOST_PROCESSES):
-            left = ends_at - time.monotonic()
-            if left < _LEAST_SECONDS:
-                break
-            step = steps(output, is_dry=is_dry, seconds=left)[index]
-            print(f"== {name}: {_shown(step)}", flush=True)
-            outcomes[name] = run_step(step, left, output / LOG)
-            write()
-            if step.begun_anew is None or outcomes[name].code != step.begun_anew:
-                break
+    waiting = [name for name in entries if name not in passed]
+    for name in [name for name in waiting if only and name not in only]:
+        outcomes[name].reason = "--only leaves it out"
+        waiting.remove(name)
+    processes = max(1, int(len(os.sched_getaffinity(0)) / CORES_EACH))
+    begun: dict[str, int] = dict.fromkeys(entries, 0)
+    running: list[Running] = []
+    try:
+        while waiting or running:
+            for one in [one for one in running if one.has_ended()]:
+                running.remove(one)
+                outcomes[one.step.name] = outcome = one.end(output / LOG)
+                write()
+                is_lost = outcome.code is not None and outcome.code == one.step.begun_anew
+                if is_lost and begun[outcome.name] < _MOST_PROCESSES:
+                    waiting.insert(0, outcome.name)
+            if not waiting or len(running) >= processes or (running and entries[waiting[0]].is_alone):
+                time.sleep(_BETWEEN_LOOKS)
+                continue
+            name = waiting.pop(0)
+            left = began + seconds - time.monotonic()
+            # The benchmark is resumed where it was begun, and has the time that is left.
+            step = next(one for one in steps(output, is_dry=is_dry, seconds=left) if one.name == name)
+            left -= 0.0 if step.is_alone else (1.0 - FOR_CHECKS) * seconds
+            if step.refusal is not None:
+                outcomes[name] = Outcome(name=name, status="skipped", reason=step.refusal)
+            elif left >= _LEAST_SECONDS:
+                begun[name] += 1
+                running.append(Running.begin(step, left, output))
+    finally:
+        for one in running:
+            outcomes[one.step.name] = one.end(output / LOG)
     write()
     return list(outcomes.values())
 

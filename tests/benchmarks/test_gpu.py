@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -19,16 +20,13 @@ from torch import Tensor
 
 from benchmarks import gpu, gpu_gate
 from dilated_attention_pytorch.benchmarks.contestants import CONTESTANTS, Contestant
-from dilated_attention_pytorch.benchmarks.measure import OUT_OF_TIME
-from dilated_attention_pytorch.benchmarks.presets import PRESETS, planned_cases
-from dilated_attention_pytorch.benchmarks.settings import BenchSettings
 from dilated_attention_pytorch.errors import RunError
 
 CPU = torch.device("cpu")
 
 
 def step(name: str, code: str, **options: Any) -> Step:
-    return Step(name=name, command=(sys.executable, "-c", code), **{"most_seconds": 30.0} | options)
+    return Step(name=name, command=(sys.executable, "-c", code), **options)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, output: Path, *entries: Step, seconds: float = 60.0) -> dict[str, str]:
@@ -75,7 +73,7 @@ def test_a_killed_run_keeps_what_passed_before(tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "run_step", killed)
+        patch.setattr(gpu.Running, "begin", killed)
         with pytest.raises(KeyboardInterrupt):
             run(patch, tmp_path / "out", first, second)
     passed = gpu.earlier(tmp_path / "out", json.loads((tmp_path / "out" / RECORD).read_text()))
@@ -100,17 +98,19 @@ def test_the_process_of_a_step_ends_with_the_command(tmp_path: Path) -> None:
     slow = f"import time; print('begun', flush=True); time.sleep(2); open({str(late)!r}, 'w')"
     code = (
         "import sys; from pathlib import Path; from benchmarks import gpu\n"
-        f"one = gpu.Step(name='slow', command=(sys.executable, '-c', {slow!r}), most_seconds=60.0)\n"
+        f"one = gpu.Step(name='slow', command=(sys.executable, '-c', {slow!r}))\n"
         "gpu.steps = lambda output, **options: [one]\n"
         f"sys.argv = ['gpu', '--output', {str(tmp_path / 'out')!r}]\n"
         "gpu.main()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
-    log = tmp_path / "out" / gpu.LOG
-    while process.poll() is None and not (log.exists() and "begun" in log.read_text()[len(slow) :]):
+    said = tmp_path / "out" / "slow.txt"
+    while process.poll() is None and not (said.exists() and "begun" in said.read_text()):
         time.sleep(0.05)
     process.terminate()
     assert process.wait() == 1
+    assert (tmp_path / "out" / gpu.LOG).read_text().endswith("begun\n")
+    assert not said.exists()
     time.sleep(2.5)
     assert not late.exists()
 
@@ -121,8 +121,10 @@ def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
     late = tmp_path / "late"
     child = f"import time; time.sleep(1.5); open({str(late)!r}, 'w')"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    entries = (step("slow", parent, most_seconds=0.5), step("next", "pass"))
-    assert run(monkeypatch, tmp_path / "out", *entries) == {"slow": "cut off", "next": "passed"}
+    entries = (step("slow", parent), step("next", "pass", is_alone=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "_LEAST_SECONDS", 0.1)
+        assert run(patch, tmp_path / "out", *entries, seconds=1.5) == {"slow": "cut off", "next": "passed"}
     assert run(monkeypatch, tmp_path / "none", *entries, seconds=5.0) == {"slow": "cut off", "next": "cut off"}
     time.sleep(1.5)
     assert not late.exists()
@@ -143,7 +145,7 @@ def test_without_a_gpu_nothing_runs_but_a_dry_run(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert all(one.refusal for one in gpu.steps(tmp_path, is_dry=False, seconds=60.0))
     dry = {one.name: one.refusal for one in gpu.steps(tmp_path, is_dry=True, seconds=60.0)}
-    assert [name for name, refusal in dry.items() if refusal is None] == ["gate, aten", "benchmark", "tests, all"]
+    assert [name for name, refusal in dry.items() if refusal is None] == ["gate, aten", "tests, all", "benchmark"]
 
 
 def test_what_matters_most_comes_first_and_every_test_of_the_kernels_runs(
@@ -152,19 +154,30 @@ def test_what_matters_most_comes_first_and_every_test_of_the_kernels_runs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     entries = gpu.steps(tmp_path, is_dry=False, seconds=560.0)
     commands = {one.name: one.command for one in entries}
-    assert list(commands)[:2] == ["gate, triton", "benchmark, first cases"]
-    assert list(commands)[-2:] == ["tests, drawn calls", "benchmark"]
-    # The gate and the first cases leave time for the tests.
-    assert sum(one.most_seconds for one in entries[:2]) < 400.0
+    assert next(iter(commands)) == "gate, triton"
+    assert [one.name for one in entries if one.is_alone] == list(commands)[-1:] == ["benchmark"]
     for name in ("gate, triton", "memcheck", "racecheck"):
         assert "ours, triton" in commands[name]
     files = {file.stem for file in (gpu.ROOT / gpu.TESTS).glob("test_*.py")} - gpu.WITHOUT_GPU
-    assert {name for name in commands if name.startswith("tests, test_")} == {f"tests, {name}" for name in files}
-    # The README names two times.
-    first = list(planned_cases(BenchSettings(preset="gpu"), PRESETS["gpu"]))[: gpu.FIRST_CASES]
-    trained = [(case.shape, case.rows) for case in first if case.mode == "forward_backward"]
-    assert {("paper", 32768), ("paper", 1048576)} < set(trained)
-    assert len(first) == 2 * len(trained)
+    by_file = {f"tests, {name}" for name in files} | {f"tests, {name}, drawn calls" for name in gpu.WITH_DRAWN}
+    assert {name for name in commands if name.startswith("tests, test_")} == by_file
+
+
+def test_checks_run_at_once_and_the_benchmark_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two checks waits for the other one's file; the last step finds that both have left."""
+    monkeypatch.setattr(gpu, "CORES_EACH", len(os.sched_getaffinity(0)) / 2)
+    meet = (
+        "import pathlib, time\nhere = pathlib.Path({here!r})\n(here / {own!r}).touch()\n"
+        "while not (here / {other!r}).exists(): time.sleep(0.01)\ntime.sleep(0.2)\n(here / {left!r}).touch()"
+    )
+    (tmp_path / "here").mkdir()
+    here = str(tmp_path / "here")
+    entries = (
+        step("one", meet.format(here=here, own="a", other="b", left="c")),
+        step("two", meet.format(here=here, own="b", other="a", left="d")),
+        step("last", f"import os; raise SystemExit(len(os.listdir({here!r})) != 4)", is_alone=True),
+    )
+    assert run(monkeypatch, tmp_path / "out", *entries) == {"one": "passed", "two": "passed", "last": "passed"}
 
 
 @pytest.mark.parametrize(
@@ -178,21 +191,6 @@ def test_all_results_are_few_files(tmp_path: Path, only: tuple[str, ...]) -> Non
     assert files == {"gpu.json", "log.txt", *(("bench/bench.json", "bench/page.md") if "benchmark" in only else ())}
     again = gpu.run(tmp_path, is_dry=True, seconds=300.0, only=only)
     assert [one.seconds for one in again] == [one.seconds for one in outcomes]
-
-
-def test_the_first_cases_are_done_where_the_time_limit_left_none_of_them_out(tmp_path: Path) -> None:
-    def row(case: int, reason: str = "") -> dict[str, Any]:
-        return {"case": {"rows": case}, "reason": reason}
-
-    file, late = tmp_path / "bench.json", OUT_OF_TIME
-    for rows, is_done in (
-        ([row(1), row(1, "refused"), row(2), row(3, late)], True),
-        ([row(1), row(1, late), row(2), row(3)], False),
-        ([row(1), row(2, late)], False),
-    ):
-        file.write_text(json.dumps({"rows": rows, "complete": False}))
-        assert gpu._is_complete(file, 2) == is_done
-        assert not gpu._is_complete(file, None)
 
 
 def test_the_benchmark_is_resumed_where_it_was_begun(tmp_path: Path) -> None:
