@@ -104,6 +104,8 @@ DENSE, CONTENT = "dense, 8,192", "hybrid, far blocks by content"
 BLOCKS = 8
 """Blocks that a query sees in a layer that chooses them."""
 LAYERS, HEADS = 6, 6
+FAR_THETA = 1e6
+"""Base of rotary positions in layers that look far: a third of a head's pairs turn by less than 1 in 8,192 tokens."""
 _READ = {"what": "benchmark", "remedy": "remove the folder and begin anew"}
 
 
@@ -161,16 +163,17 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
     dilated = f"{near} + DilatedPattern([{length // 4}, {length}], [2, 4]{{}})"
     longnet = (f"DilatedPattern([{short}, {2 * short}, {length}], [1, 2, 4])",)
     mixed = {"head_gates": True, "key_convolution": 3}
+    far = {**mixed, "rope_theta": FAR_THETA}
     hybrid = {**mixed, "layer_rope_thetas": (1e4, 1e4, 0.0), "layer_scale_lengths": (0, 0, short)}
     return {
-        DENSE: Contestant((dense,), mixed, has_more_seeds=True),
+        DENSE: Contestant((dense,), far, has_more_seeds=True),
         "dense, 1,024": Contestant((f"DilatedPattern([{short}], [1])",), mixed, is_short=True),
         "window of 128": Contestant((near,), mixed),
         "window of 1,024": Contestant((f"local_window({short - 1})",), mixed, has_more_seeds=True),
-        "LongNet": Contestant(longnet, mixed),
-        "LongNet, as published": Contestant(longnet, {}),
+        "LongNet": Contestant(longnet, far),
+        "LongNet, as published": Contestant(longnet, {"rope_theta": FAR_THETA}),
         "LongNet + window": Contestant(
-            (f"local_window({short // 2 - 1}) + DilatedPattern([{2 * short}, {length}], [2, 4])",), mixed
+            (f"local_window({short // 2 - 1}) + DilatedPattern([{2 * short}, {length}], [2, 4])",), far
         ),
         "hybrid, dense far": Contestant((near, near, dense), hybrid, has_more_seeds=True),
         "hybrid, dilated far": Contestant(
@@ -178,7 +181,9 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
             hybrid,
             has_more_seeds=True,
         ),
-        "hybrid, dense far, rotary": Contestant((near, near, dense), mixed),
+        "hybrid, dense far, rotary": Contestant(
+            (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}
+        ),
         CONTENT: Contestant((near, near, f"local_window({first})", near, near, f"local_window({second})"), hybrid),
     }
 
