@@ -11,8 +11,8 @@ train` with as many operations (:mod:`.estimate.flops`: matrices per token, atte
 8,192 tokens takes in N steps, in stages of 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
 
 Two texts. "code": all Python source of a package, a text per folder, at least 32 KiB; often one file is made of parts
-of another; tokens of a byte-level BPE trained on it. "made": pairs of random words, half of which came before, with
-a number of pairs in between that is drawn evenly in its logarithm; tokens are bytes.
+of another; tokens of a byte-level BPE trained on it. "made": pairs of a key and a value, a token each; a text gives
+every key one value, and what is measured is how many values are predicted, by the distance to where they stood last.
 
 The results of each run are written when it ends, and runs with results are left out: the same command goes on where it
 was stopped, also inside a run.
@@ -43,18 +43,24 @@ from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import TrainSettings, train
+from dilated_attention_pytorch.training.data.sources import Sources
+from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
+from dilated_attention_pytorch.training.evaluated_model import open_model
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import StageSettings
 
-from .length import flops_of, held_out_curve, prepare, slug
+from .length import flops_of, folder_texts, held_out_curve, slug
 from .measured_code import code
 from .study import Study, run
 
 Text = Literal["code", "made"]
-WORD_LETTERS = 4
-FEWEST_BETWEEN = 16
-"""Other pairs between a pair and its repetition, at least."""
+KEYS = [first + second for first in string.ascii_lowercase[:20] for second in string.ascii_lowercase]
+VALUES = [first + second for first in "ABCD" for second in string.ascii_lowercase[:16]]
+MADE_VOCAB = 257 + 24 + len(KEYS) + len(VALUES)
+"""Tokens of the text "made": bytes, a separator, a space with a first letter, and a space with a word."""
+LEAST_RANK = 4
+"""A key that comes again is at least the fourth to last of those that came before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +81,18 @@ class Hybrids(Study):
     """Where unfinished runs are kept."""
     package: str = "transformers.models"
     """The package whose source is the text "code"."""
-    documents: int = 2000
+    documents: int = 1200
     """Texts of "made"."""
     width: int = 192
     """Width of the models."""
     vocab_size: int = 4096
     """Tokens of the tokenizer of "code"."""
     windows: int = 32
-    """Held-out windows of 8,192 tokens."""
+    """Held-out windows of the length."""
     recall_texts: int = 8
     """Texts of a row of the recall tasks."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to train: in float32 on a CPU, in bfloat16 on a GPU."""
 
 
 class Contestant(NamedTuple):
@@ -188,50 +196,77 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
     }
 
 
-def made_text(seed: int, words: int) -> str:
-    """Pairs of random words. Half of the pairs came before, so that their second word follows from the first.
+class Pair(NamedTuple):
+    """A key with its value."""
 
-    How many other pairs lie between the two is drawn evenly in its logarithm, from 16 to all.
+    key: str
+    value: str
+    distance: int
+    """Tokens since it stood in the text last; 0 if it has not."""
+
+
+def made_pairs(seed: int, number: int) -> list[Pair]:
+    """The pairs of a text. A key has one value in it, drawn evenly.
+
+    Half of the pairs are new until all keys have come. The others come again: how recently they came, as a rank, is
+    drawn evenly in its logarithm.
     """
-    draws, taken = random.Random(seed), set[str]()
-
-    def word() -> str:
-        letters = "".join(draws.choices(string.ascii_lowercase, k=WORD_LETTERS))
-        if letters in taken:
-            return word()
-        taken.add(letters)
-        return letters
-
-    pairs: list[str] = []
+    draws = random.Random(seed)
+    fresh = draws.sample(KEYS, len(KEYS))
+    value_of = {key: draws.choice(VALUES) for key in KEYS}
     recent: list[str] = []
-    for _ in range(words // 2):
-        if len(recent) > FEWEST_BETWEEN and draws.random() < 0.5:
-            back = math.exp(draws.uniform(math.log(FEWEST_BETWEEN), math.log(len(recent))))
-            pair = recent.pop(-math.ceil(back))
+    place: dict[str, int] = {}
+    pairs = []
+    for index in range(number):
+        if len(recent) < LEAST_RANK or (fresh and draws.random() < 0.5):
+            key = fresh.pop()
         else:
-            pair = f"{word()} {word()}"
-        pairs.append(pair)
-        recent.append(pair)
-    return " ".join(pairs)
+            rank = math.exp(draws.uniform(math.log(LEAST_RANK), math.log(len(recent))))
+            key = recent.pop(-math.ceil(rank))
+        pairs.append(Pair(key, value_of[key], 2 * (index - place.get(key, index))))
+        recent.append(key)
+        place[key] = index
+    return pairs
 
 
-def prepare_text(text: Text, given: Hybrids) -> tuple[Path, Path | None]:
-    """The file of texts and the folder of its tokenizer, None for bytes; made unless they are there."""
+def text_of(pairs: list[Pair]) -> str:
+    """The text of the pairs: a space before every word, as in its tokens."""
+    return "".join(f" {pair.key} {pair.value}" for pair in pairs)
+
+
+def texts_of(text: Text, given: Hybrids) -> Iterator[tuple[str, str]]:
+    """Names and texts."""
     if text == "code":
-        return prepare(given.folder / "code", given.package, given.vocab_size)
-    file = given.folder / "made" / "texts.jsonl"
+        yield from folder_texts(given.package)
+        return
+    for seed in range(given.documents):
+        yield str(seed), text_of(made_pairs(seed, given.length * 9 // 16))
+
+
+def prepare(text: Text, given: Hybrids) -> None:
+    """Write the texts as JSONL, and train their tokenizer, unless that is done."""
+    folder = given.folder / text
+    file, tokenizer = folder / "texts.jsonl", folder / "tokenizer"
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        words = given.length // (WORD_LETTERS + 1) * 9 // 8
+        folder.mkdir(parents=True, exist_ok=True)
         with replacing(file) as staged, staged.open("w") as stream:
-            for seed in range(given.documents):
-                stream.write(json.dumps({"name": str(seed), "text": made_text(seed, words)}) + "\n")
-    return file, None
+            for name, one in texts_of(text, given):
+                stream.write(json.dumps({"name": name, "text": one}) + "\n")
+    if not tokenizer.exists():
+        sources = Sources([file], "text", None)
+        sources.survey()
+        unfinished = folder / "tokenizer.unfinished"
+        unfinished.mkdir(exist_ok=True)
+        train_tokenizer(sources.texts_to_train_on(), vocab_of(text, given)).save(unfinished)
+        unfinished.rename(tokenizer)
 
 
-def settings_of(
-    contestant: Contestant, texts: Path, tokenizer: Path | None, seed: int, given: Hybrids
-) -> TrainSettings:
+def vocab_of(text: Text, given: Hybrids) -> int:
+    """Tokens of a text's tokenizer."""
+    return given.vocab_size if text == "code" else MADE_VOCAB
+
+
+def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -> TrainSettings:
     """Settings with as many steps as match the operations of dense attention in ``--steps``."""
 
     short, stages = given.length // 8, (given.length // 8, given.length // 2, given.length)
@@ -240,7 +275,7 @@ def settings_of(
         length = short if one.is_short else given.length
         windows = given.length // length
         model = LongNetConfig(
-            vocab_size=256 if tokenizer is None else given.vocab_size,
+            vocab_size=vocab_of(text, given),
             embed_dim=given.width,
             num_layers=LAYERS,
             num_heads=HEADS,
@@ -251,8 +286,8 @@ def settings_of(
         lengths = () if one.is_short else stages
         return TrainSettings(
             model=model,
-            data=(texts,),
-            tokenizer=tokenizer,
+            data=(given.folder / text / "texts.jsonl",),
+            tokenizer=given.folder / text / "tokenizer",
             cache=given.folder / "cache",
             context_length=length,
             batch_size=windows,
@@ -263,8 +298,8 @@ def settings_of(
             warmup_fraction=0.05,
             seed=seed,
             threads=torch.get_num_threads(),
-            precision="float32",
-            device="cpu",
+            precision="float32" if given.device == "cpu" else "bfloat16",
+            device=given.device,
             log_steps=10,
             eval_steps=max(1, steps // 10),
             save_steps=max(1, steps // 20),
@@ -291,7 +326,7 @@ def models_of(name: str) -> Iterator[None]:
         causal_lm.LongNetLM = own  # type: ignore[misc]
 
 
-def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str, Any]:
+def result_of(text: Text, folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str, Any]:
     """Train, or continue a training, and evaluate."""
     console, began = Console(), time.monotonic()
     hours = folder / "hours.json"
@@ -302,7 +337,8 @@ def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str
         told = EvalSettings(
             context_lengths=tuple(given.length // part for part in (8, 4, 2, 1)),
             windows=given.windows,
-            recall_texts=given.recall_texts,
+            recall_texts=given.recall_texts if text == "code" else 0,
+            device=given.device,
             threads=torch.get_num_threads(),
         )
         evaluate_model(str(folder), told, None, console)
@@ -315,8 +351,28 @@ def result_of(folder: Path, settings: TrainSettings, given: Hybrids) -> dict[str
         "tokens": settings.batch_size * settings.stages_by_step.tokens_after(settings.steps),
         "hours": spent,
         "held_out_during_training": held_out_curve(folder, settings),
-        **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations")},
+        **{key: found[key] for key in ("bits_per_byte", "by_position", "needle", "associations") if key in found},
+        **({"recall": recall_of(folder, given)} if text == "made" else {}),
     }
+
+
+def recall_of(folder: Path, given: Hybrids) -> list[dict[str, float]]:
+    """Share of values predicted in texts that no model was trained on, by the distance to where they stood last."""
+    opened = open_model(str(folder), given.device)
+    counts: dict[int, list[bool]] = {}
+    for seed in range(given.documents, given.documents + given.recall_texts):
+        pairs = made_pairs(seed, given.length // 2)
+        ids = torch.tensor(opened.tokens_of(text_of(pairs)))
+        assert len(ids) == 2 * len(pairs)
+        with torch.inference_mode():
+            logits = opened.model(input_ids=ids[None].to(given.device)).logits[0, ::2]
+        for pair, is_right in zip(pairs, (logits.argmax(-1).cpu() == ids[1::2]).tolist(), strict=True):
+            if pair.distance:
+                counts.setdefault(1 << (pair.distance.bit_length() - 1), []).append(is_right)
+    return [
+        {"from": low, "to": 2 * low - 1, "values": len(found), "right": sum(found) / len(found)}
+        for low, found in sorted(counts.items())
+    ]
 
 
 def runs_of(given: Hybrids) -> list[tuple[Text, str, int]]:
@@ -348,8 +404,7 @@ def measure(given: Hybrids) -> dict[str, Any]:
         results = json.loads(given.output.read_text(encoding="utf-8"))
     for text, name, seed in runs_of(given):
         key = f"{text}: {name}: {seed}"
-        texts, tokenizer = prepare_text(text, given)
-        settings = settings_of(contestants(given.length)[name], texts, tokenizer, seed, given)
+        settings = settings_of(contestants(given.length)[name], text, seed, given)
         if key in results:
             if results[key]["flops"] != flops_of(settings):
                 raise SystemExit(
@@ -358,8 +413,9 @@ def measure(given: Hybrids) -> dict[str, Any]:
                 )
             continue
         print(f"{key}: {settings.steps} steps, {flops_of(settings) / 1e12:.0f} * 10^12 operations", flush=True)
+        prepare(text, given)
         with models_of(name):
-            found = result_of(given.folder / text / f"{slug(name)}-{seed}", settings, given)
+            found = result_of(text, given.folder / text / f"{slug(name)}-{seed}", settings, given)
         results[key] = {"machine": origin(module_command()), "code": code("training"), **found}
         write_json(given.output, results)
     return results

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.hybrids import CONTENT, Hybrids, contestants, flops_of, made_text, models_of, runs_of, settings_of
+from benchmarks.hybrids import (
+    CONTENT,
+    KEYS,
+    MADE_VOCAB,
+    Hybrids,
+    contestants,
+    flops_of,
+    made_pairs,
+    models_of,
+    prepare,
+    runs_of,
+    settings_of,
+    text_of,
+)
 
 from dilated_attention_pytorch.models import LongNetForCausalLM
+from dilated_attention_pytorch.training.data.tokenizer import load_tokenizer
 
 GIVEN = Hybrids(length=512, width=36, vocab_size=300)
 
 
 def test_every_contestant_takes_the_same_operations() -> None:
-    settings = [settings_of(one, Path("texts"), Path("tokens"), 0, GIVEN) for one in contestants(512).values()]
+    settings = [settings_of(one, "code", 0, GIVEN) for one in contestants(512).values()]
     flops = [flops_of(one) for one in settings]
     assert max(flops) < 1.005 * min(flops)
     assert len({one.model.num_parameters for one in settings}) == 2  # LongNet as published has no gates
 
 
-def test_half_of_the_pairs_of_a_made_text_came_before() -> None:
-    words = made_text(3, 1600).split()
-    pairs = list(zip(words[::2], words[1::2], strict=True))
-    assert len({key for key, _ in pairs}) == len(set(pairs)) < 0.6 * len(pairs)  # a key has one value
-    last: dict[tuple[str, str], int] = {}
-    distances = []
+def test_a_key_of_a_made_text_has_one_value_and_comes_again_at_known_distances() -> None:
+    pairs = made_pairs(3, 4608)
+    assert len({pair.key for pair in pairs}) == len({(pair.key, pair.value) for pair in pairs}) == len(KEYS)
+    last: dict[str, int] = {}
     for place, pair in enumerate(pairs):
-        if pair in last:
-            distances.append(2 * (place - last[pair]))
-        last[pair] = place
-    assert min(distances) >= 32
-    assert all(sum(low <= one < 2 * low for one in distances) > 20 for low in (32, 64, 128, 256, 512))
+        assert pair.distance == (2 * (place - last[pair.key]) if pair.key in last else 0)
+        last[pair.key] = place
+    again = [pair.distance for pair in pairs if pair.distance]
+    assert 8 <= min(again) < 16
+    assert all(sum(low <= one < 2 * low for one in again) > 40 for low in (16, 64, 256, 1024, 2048))
+    fresh = [pair.distance == 0 for pair in pairs[:900]]
+    assert 0.4 < sum(fresh) / len(fresh) < 0.6
+
+
+def test_a_word_of_a_made_text_is_a_token(tmp_path: Path) -> None:
+    given = replace(GIVEN, length=4096, documents=20, folder=tmp_path)
+    prepare("made", given)
+    tokenizer = load_tokenizer(tmp_path / "made" / "tokenizer")
+    assert tokenizer.vocab_size == MADE_VOCAB
+    pairs = made_pairs(9, 1000)
+    (tokens,) = tokenizer.encode([text_of(pairs).encode()])
+    assert len(tokens) == 2000
+    assert len(set(tokens[::2]) & set(tokens[1::2])) == 0
 
 
 def test_far_layers_choose_blocks_by_content() -> None:
-    settings = settings_of(contestants(512)[CONTENT], Path("texts"), None, 0, GIVEN)
+    settings = settings_of(contestants(512)[CONTENT], "made", 0, GIVEN)
     torch.manual_seed(0)
     with models_of(CONTENT):
         model = LongNetForCausalLM.from_longnet_config(settings.model)
