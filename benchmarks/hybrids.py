@@ -40,19 +40,17 @@ from dilated_attention_pytorch import Pattern, attend
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, causal_lm
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
-from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import TrainSettings, train
-from dilated_attention_pytorch.training.data.sources import Sources
-from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.evaluated_model import open_model
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import StageSettings
 
-from .length import flops_of, folder_texts, held_out_curve, slug
+from .length import flops_of, held_out_curve, slug
 from .measured_code import code
 from .study import Study, run
+from .study_texts import folder_texts, prepare
 
 Text = Literal["code", "made"]
 KEYS = [first + second for first in string.ascii_lowercase[:20] for second in string.ascii_lowercase]
@@ -243,24 +241,6 @@ def texts_of(text: Text, given: Hybrids) -> Iterator[tuple[str, str]]:
         yield str(seed), text_of(made_pairs(seed, given.length * 9 // 16))
 
 
-def prepare(text: Text, given: Hybrids) -> None:
-    """Write the texts as JSONL, and train their tokenizer, unless that is done."""
-    folder = given.folder / text
-    file, tokenizer = folder / "texts.jsonl", folder / "tokenizer"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as staged, staged.open("w") as stream:
-            for name, one in texts_of(text, given):
-                stream.write(json.dumps({"name": name, "text": one}) + "\n")
-    if not tokenizer.exists():
-        sources = Sources([file], "text", None)
-        sources.survey()
-        unfinished = folder / "tokenizer.unfinished"
-        unfinished.mkdir(exist_ok=True)
-        train_tokenizer(sources.texts_to_train_on(), vocab_of(text, given)).save(unfinished)
-        unfinished.rename(tokenizer)
-
-
 def vocab_of(text: Text, given: Hybrids) -> int:
     """Tokens of a text's tokenizer."""
     return given.vocab_size if text == "code" else MADE_VOCAB
@@ -413,7 +393,7 @@ def measure(given: Hybrids) -> dict[str, Any]:
                 )
             continue
         print(f"{key}: {settings.steps} steps, {flops_of(settings) / 1e12:.0f} * 10^12 operations", flush=True)
-        prepare(text, given)
+        prepare(given.folder / text, texts_of(text, given), vocab_of(text, given))
         with models_of(name):
             found = result_of(text, given.folder / text / f"{slug(name)}-{seed}", settings, given)
         results[key] = {"machine": origin(module_command()), "code": code("training"), **found}

@@ -18,10 +18,8 @@ finish writes the results.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,19 +31,17 @@ from dilated_attention_pytorch.estimate.flops import longnet_flops, training_flo
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.training import TrainSettings, train
-from dilated_attention_pytorch.training.data.sources import Sources
-from dilated_attention_pytorch.training.data.tokenizer import train_tokenizer
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import StageSettings
 
 from .measured_code import digest
 from .study import Study, run
+from .study_texts import folder_texts, prepare
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SMALLEST_TEXT = 1 << 15
 ROPE_THETA = 1e6
 """Chosen so that half of a head's pairs still match by content at 8,192 tokens."""
 SHORT, LONG = 1024, 8192
@@ -103,38 +99,6 @@ CONTESTANTS = {
     "LongNet, long from the start": Contestant(LONGNET),
     "LongNet, own keys": Contestant(LONGNET, stages=STAGES, shifted_keys=False),
 }
-
-
-def folder_texts(package: str) -> Iterator[tuple[str, str]]:
-    """Name and Python source, as one text, of every folder of the package that has enough of it."""
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    assert found.origin is not None
-    root = Path(found.origin).parent
-    for folder in sorted({file.parent for file in root.rglob("*.py")}):
-        name = str(folder.relative_to(root.parent))
-        files = sorted(folder.glob("*.py"))
-        text = "".join(f"# {name}/{file.name}\n{file.read_text(errors='replace')}\n" for file in files)
-        if len(text.encode()) >= SMALLEST_TEXT:
-            yield name, text
-
-
-def prepare(folder: Path, package: str, vocab_size: int) -> tuple[Path, Path]:
-    """Create the texts as JSONL and the tokenizer, unless they exist."""
-    texts, tokenizer = folder / "texts.jsonl", folder / "tokenizer"
-    if not texts.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(texts) as staged, staged.open("w") as stream:
-            for name, text in folder_texts(package):
-                stream.write(json.dumps({"name": name, "text": text}) + "\n")
-    if not tokenizer.exists():
-        sources = Sources([texts], "text", None)
-        sources.survey()
-        staged = folder / "tokenizer.unfinished"
-        staged.mkdir(exist_ok=True)
-        train_tokenizer(sources.texts_to_train_on(), vocab_size).save(staged)
-        staged.rename(tokenizer)
-    return texts, tokenizer
 
 
 def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, given: Length) -> TrainSettings:
@@ -288,7 +252,7 @@ def measure(given: Length) -> dict[str, Any]:
         SystemExit: some are left to other processes.
     """
     given = replace(given, folder=given.folder / digest("training"))
-    texts, tokenizer = prepare(given.folder, given.package, given.vocab_size)
+    texts, tokenizer = prepare(given.folder, folder_texts(given.package), given.vocab_size)
     chosen = {name: settings_of(one, texts, tokenizer, given) for name, one in CONTESTANTS.items()}
     if given.tiny:
         chosen = {"LongNet": chosen["LongNet"]}

@@ -1,35 +1,53 @@
-"""The long-context recipe on a small model: bits per byte before, after replacement, and after further training.
+"""Which pattern a pretrained model is best extended with: bits per byte before and after a short training.
 
     python -m benchmarks.long_context
 
-A Llama of some million parameters is trained on the bytes of Python's standard library in windows of 1,024, like an
-existing model, by transformers' Trainer with dense attention. Then ``dilated-attention extend`` extends it to 8,192:
-once with the pattern, and once with dense attention and the same training, which shows the cost of the pattern itself.
-The same command resumes an extension where it stopped.
+A Llama of 4.3 million parameters is trained on Python source in windows of 1,024 tokens by transformers' Trainer, with
+dense attention. Then ``dilated-attention extend`` extends it to 4 and 8 times that length: with dense attention; with
+the candidates among which ``extend`` chooses, and with the choice itself; and with blocks of keys chosen by content in
+all layers. For the last, which no pattern describes, this process computes the attention: a block of queries sees its
+own block of keys and those whose mean key has the highest score with the mean query, as many pairs as a window.
+
+A text is the source of one model of transformers, file after file; files repeat parts of each other. The same command
+resumes a training where it stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 
 from dilated_attention_pytorch.benchmarks.results import write_json
+from dilated_attention_pytorch.integrations import register
+from dilated_attention_pytorch.integrations.transformers.layers import note_attended, note_own
+from dilated_attention_pytorch.nn import AdaptiveBlockAttention
+from dilated_attention_pytorch.ops import attend_blocks
 from dilated_attention_pytorch.training import ExtensionSettings, extend, resume_extension
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.windows import EvaluationWindows, TrainingWindows, evenly_spread
 from dilated_attention_pytorch.training.evaluation import binned, draw_positions
 from dilated_attention_pytorch.training.manifest import read_json
-from dilated_attention_pytorch.training.record import STATES
+from dilated_attention_pytorch.training.pattern_choice import dense, segments, window
+from dilated_attention_pytorch.training.pretrained import load_tokenizer, tokenized
 
 from .measured_code import digest
 from .study import Study, run
+from .study_texts import folder_texts, prepare
+
+BLOCK = 64
+"""Keys of a block."""
+CONTENT = "blocks by content"
+_READ = {"what": "benchmark", "remedy": "remove the folder and begin anew"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,46 +56,117 @@ class LongContext(Study):
 
     folder: Path = Path("runs/long-context")
     """Where the runs are kept, a folder for each state of the code."""
-    pretraining_steps: int = 600
+    package: str = "transformers.models"
+    """The package whose source is the text."""
+    vocab_size: int = 4096
+    """Tokens of the tokenizer."""
+    width: int = 192
+    """Width of the model."""
+    layers: int = 8
+    """Layers of the model."""
+    pretraining_steps: int = 1200
     """Steps of the short model, of 8 windows."""
-    steps: int = 150
-    """Steps of the extension, of one window."""
+    steps: int = 100
+    """Steps of an extension, of as many tokens as the longest window."""
     short: int = 1024
-    """Length of the short model's windows, in bytes."""
-    length: int = 8192
-    """Length that it is extended to."""
+    """Length of the short model's windows, in tokens."""
+    factors: tuple[int, ...] = (4, 8)
+    """The lengths that it is extended to, in windows of the short model."""
+    windows: int = 16
+    """Held-out windows of the longest length."""
     seed: int = 0
     """Seed of all trainings."""
     picture: Path = Path("docs/pictures/long-context.png")
     """File of the picture."""
 
 
-def pretrain(folder: Path, given: LongContext) -> dict[str, Any]:
-    """Train the short model unless ``folder`` has it; returns its steps and held-out bits per byte."""
+def content_stand_in(short: int) -> str:
+    """The pattern that stands for blocks chosen by content in a configuration: a window of as many keys.
+
+    In a text of one block there is nothing to choose, and it is computed.
+    """
+    return f"local_window({short - 2})"
+
+
+@contextlib.contextmanager
+def blocks_by_content(short: int) -> Iterator[None]:
+    """Context in which layers with :func:`content_stand_in` see blocks that are chosen by content."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    register()
+    ours = ALL_ATTENTION_FUNCTIONS["dilated"]
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        rows = query.shape[2]
+        pattern = module.config.dilated_attention["pattern"]  # type: ignore[union-attr, index]
+        if pattern != content_stand_in(short) or rows <= BLOCK:
+            return ours(module, query, key, value, *rest, **options)
+        note_attended(module)
+        note_own(module)
+        heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
+        # Untrained, its scorer ranks blocks by the score of the mean query with the mean key.
+        chooser = AdaptiveBlockAttention(
+            heads,
+            width,
+            num_kv_heads=kv_heads,
+            blocks_per_query=max(2, short // BLOCK),
+            block_size=BLOCK,
+            query_block_size=BLOCK // 4,
+            scorer_dim=width,
+            device=query.device,
+        )
+        with torch.no_grad():
+            chosen = chooser.select(query.transpose(1, 2), key.transpose(1, 2), is_causal=True)
+        found = attend_blocks(
+            query,
+            key,
+            value,
+            chosen.blocks,
+            torch.zeros_like(chosen.log_gates),
+            block_size=BLOCK,
+            query_block_size=BLOCK // 4,
+            is_causal=True,
+            heads_first=True,
+        )
+        return found.out.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("dilated", attention)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register("dilated", ours)
+
+
+def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> dict[str, Any]:
+    """Train the short model unless ``folder`` has it; returns its steps and held-out bits per token."""
     from torch.utils.data import Subset
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
     said = folder / "pretraining.json"
     if said.exists():
-        return read_json(said, what="benchmark", remedy="remove the folder and begin anew")
+        return read_json(said, **_READ)
     steps, seed, length = given.pretraining_steps, given.seed, given.short
     set_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=256,
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            vocab_size=given.vocab_size,
+            hidden_size=given.width,
+            intermediate_size=given.width // 3 * 8,
+            num_hidden_layers=given.layers,
+            num_attention_heads=given.width // 32,
+            num_key_value_heads=given.width // 32,
             max_position_embeddings=length,
             bos_token_id=None,
             eos_token_id=None,
             tie_word_embeddings=True,
         )
     )
-    corpus = read_corpus()
-    held_out = EvaluationWindows(corpus.held_out, length, length // 4)
+    corpus = read_corpus([texts])
+    model.config.save_pretrained(folder)
+    words = load_tokenizer("the tokenizer", str(tokenizer), model.config)
+    assert words is not None
+    words.save_pretrained(folder)
+    held_out = EvaluationWindows(tokenized(corpus.held_out, words), length, 64)
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -90,7 +179,6 @@ def pretrain(folder: Path, given: LongContext) -> dict[str, Any]:
             warmup_steps=steps // 30,
             weight_decay=0.1,
             adam_beta2=0.95,
-            bf16=True,
             use_cpu=True,
             seed=seed,
             logging_steps=max(1, steps // 10),
@@ -100,7 +188,9 @@ def pretrain(folder: Path, given: LongContext) -> dict[str, Any]:
             train_sampling_strategy="sequential",
             dataloader_pin_memory=False,
         ),
-        train_dataset=TrainingWindows(corpus.training, length, 8 * steps, seed=seed, file_start_fraction=0.0),
+        train_dataset=TrainingWindows(
+            tokenized(corpus.training, words), length, 8 * steps, seed=seed, file_start_fraction=0.0
+        ),
     )
     trainer.train()
     nats = trainer.evaluate(Subset(held_out, evenly_spread(len(held_out), 2)) if given.tiny else held_out)["eval_loss"]
@@ -108,8 +198,9 @@ def pretrain(folder: Path, given: LongContext) -> dict[str, Any]:
     record = {
         "steps": steps,
         "seed": seed,
-        "bytes_per_step": 8 * length,
-        "bits_per_byte": nats / math.log(2),
+        "parameters": model.num_parameters(),
+        "tokens_per_step": 8 * length,
+        "bits_per_token": nats / math.log(2),
     }
     write_json(said, record)
     return record
@@ -126,46 +217,66 @@ def extended(settings: ExtensionSettings, folder: Path) -> dict[str, Any]:
         outcome = resume_extension(folder, console) if latest_checkpoint(folder) else extend(settings, folder, console)
         if outcome.stopped_by is not None:
             raise SystemExit(128 + outcome.stopped_by)
-    record = read_json(folder / "training.json", what="benchmark", remedy="remove the folder and begin anew")
+    record = read_json(folder / "training.json", **_READ)
     for entry in record["measured"].values():
         entry["by_position"] = binned(torch.tensor(entry["by_position"], dtype=torch.float64))
     return record
 
 
-def draw(record: dict[str, Any], file: Path) -> None:
-    """Write the picture of an extension: bits per byte by position, in every state of the model."""
-    length = str(record["settings"]["context_length"])
-    measured = {name: record["measured"][state] for state, name in STATES.items()}
-    curves = {
-        f"{name}, mean {found['bits_per_byte'][length]:.3f}": found["by_position"] for name, found in measured.items()
+def patterns_of(given: LongContext, length: int) -> dict[str, str]:
+    """Patterns for all layers, by name; empty for the choice of ``extend``."""
+    heads = given.width // 32
+    return {
+        "dense": dense(length),
+        "chosen": "",
+        "segments": segments(given.short, length, heads),
+        "windows and first tokens": window(given.short),
+        CONTENT: content_stand_in(given.short),
     }
+
+
+def draw(records: dict[str, Any], file: Path) -> None:
+    """Write the picture: bits per byte by position after training, for each pattern."""
+    curves = {}
+    for name, record in records.items():
+        length, found = str(record["settings"]["context_length"]), record["measured"]["trained"]
+        curves[f"{name}, mean {found['bits_per_byte'][length]:.3f}"] = found["by_position"]
     file.parent.mkdir(parents=True, exist_ok=True)
-    draw_positions(file, curves, record["own_length"])
+    draw_positions(file, curves, next(iter(records.values()))["own_length"])
 
 
 def measure(given: LongContext) -> dict[str, Any]:
-    """Train the short model, and extend it with the pattern and with dense attention."""
+    """Train the short model, and extend it with every pattern to every length."""
     folder = given.folder / digest("training")
-    pretraining = pretrain(folder / "short", given)
-    few: dict[str, Any] = {"eval_windows": 1, "final_eval_windows": 1} if given.tiny else {}
-    records = {}
-    for name, pattern in (("dilated", ""), ("dense", f"DilatedPattern([{given.length}], [1])")):
-        settings = ExtensionSettings(
-            model=str(folder / "short"),
-            context_length=given.length,
-            pattern=pattern,
-            steps=given.steps,
-            batch_tokens=given.length,
-            learning_rate=5e-4,
-            seed=given.seed,
-            eval_steps=100,
-            save_steps=100,
-            **few,
-        )
-        records[name] = extended(settings, folder / name)
-        for state, measured in records[name]["measured"].items():
-            print(f"{name}, {state}: {measured['bits_per_byte']}", flush=True)
-    draw(records["dilated"], given.picture)
+    texts, tokenizer = prepare(given.folder / "text", folder_texts(given.package), given.vocab_size)
+    pretraining = pretrain(folder / "short", texts, tokenizer, given)
+    longest = given.short * max(given.factors)
+    records: dict[int, dict[str, Any]] = {}
+    for length in sorted(given.short * factor for factor in given.factors):
+        todo = patterns_of(given, length)
+        for name, text in todo.items():
+            settings = ExtensionSettings(
+                model=str(folder / "short"),
+                data=(texts,),
+                context_length=length,
+                pattern=text,
+                steps=given.steps,
+                batch_tokens=longest,
+                learning_rate=5e-4,
+                seed=given.seed,
+                precision="float32",
+                eval_steps=given.steps,
+                eval_windows=1,
+                save_steps=max(1, given.steps // 4),
+                final_eval_windows=given.windows * longest // length,
+            )
+            is_content = name == CONTENT
+            with blocks_by_content(given.short) if is_content else contextlib.nullcontext():
+                record = extended(settings, folder / f"{length}-{name.replace(' ', '-')}")
+            records.setdefault(length, {})[name] = record
+            for state, measured in record["measured"].items():
+                print(f"{length}, {name}, {state}: {measured['bits_per_byte']}", flush=True)
+    draw(records[longest], given.picture)
     return {"pretraining": pretraining, "runs": records}
 
 
@@ -173,10 +284,15 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         tiny = {
             "folder": Path(scratch),
+            "package": "torch.nn",
+            "vocab_size": 512,
+            "width": 64,
+            "layers": 2,
             "pretraining_steps": 1,
-            "steps": 1,
-            "short": 32,
-            "length": 128,
+            "steps": 2,
+            "short": 128,
+            "factors": (2,),
+            "windows": 1,
             "picture": Path(scratch) / "context.png",
         }
         run(LongContext, measure, text=__doc__, name="long_context", group="training", tiny=tiny)

@@ -16,11 +16,12 @@ from benchmarks.hybrids import (
     flops_of,
     made_pairs,
     models_of,
-    prepare,
     runs_of,
     settings_of,
     text_of,
+    texts_of,
 )
+from benchmarks.study_texts import prepare
 
 from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.training.data.tokenizer import load_tokenizer
@@ -50,9 +51,9 @@ def test_a_key_of_a_made_text_has_one_value_and_comes_again_at_known_distances()
 
 
 def test_a_word_of_a_made_text_is_a_token(tmp_path: Path) -> None:
-    given = replace(GIVEN, length=4096, documents=20, folder=tmp_path)
-    prepare("made", given)
-    tokenizer = load_tokenizer(tmp_path / "made" / "tokenizer")
+    given = replace(GIVEN, length=4096, documents=20)
+    _, folder = prepare(tmp_path / "made", texts_of("made", given), MADE_VOCAB)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer.vocab_size == MADE_VOCAB
     pairs = made_pairs(9, 1000)
     (tokens,) = tokenizer.encode([text_of(pairs).encode()])

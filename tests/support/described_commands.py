@@ -56,7 +56,7 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
     "extend": {
         "run": "model* output* config* resume* seed device* precision* threads",
         "data": "data* text_field",
-        "model and length": "context_length* pattern* rotary* gradient_checkpointing*",
+        "model and length": "context_length* pattern* layer_patterns rotary* gradient_checkpointing*",
         "optimisation": "steps* batch_tokens* stages* gradient_accumulation* learning_rate* optimizer* weight_decay "
         "max_grad_norm warmup_fraction schedule decay_fraction stage_steps",
         "checkpoints and faults": "save_steps* keep_checkpoints async_checkpoints on_nan spike_deviations spike_window",

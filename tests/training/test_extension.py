@@ -54,6 +54,7 @@ from training.damage import Payload
 from training.runs import Heard, assert_same_weights, change_sealed, leave_out_figures, quiet, seal_again, stop_after
 
 OWN, LONG = 32, 128
+SEGMENTS = "DilatedPattern([32, 64, 128], [1, 2, 2])"
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +91,9 @@ def config(**changes: Any) -> LlamaConfig:
 
 def tiny(model: Path, data: Path, **changes: Any) -> ExtensionSettings:
     given: dict[str, Any] = {
-        "model": str(model), "data": (data,), "context_length": LONG, "steps": 24, "learning_rate": 3e-3,
-        "precision": "float32", "device": "cpu", "threads": 1, "log_steps": 2, "eval_steps": 12, "save_steps": 8,
+        "model": str(model), "data": (data,), "context_length": LONG, "pattern": SEGMENTS, "steps": 24,
+        "learning_rate": 3e-3, "precision": "float32", "device": "cpu", "threads": 1, "log_steps": 2,
+        "eval_steps": 12, "save_steps": 8,
         "eval_windows": 2, "final_eval_windows": 6, "batch_tokens": 512, **changes,
     }  # fmt: skip
     return ExtensionSettings(**given)
@@ -298,6 +300,7 @@ def test_a_model_with_windows_in_some_layers_is_extended_and_resumed(
     model.save_pretrained(tmp_path / "model")
     few = {
         "context_length": 64,
+        "pattern": "DilatedPattern([32, 64], [1, 2])",
         "steps": 3,
         "log_steps": 1,
         "save_steps": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.estimate.flops import pretrained_flops, training_flops
 
-from . import preflight
+from . import pattern_choice, preflight
 from .checkpoint import RESTORE
 from .data.corpus import Corpus, Text, check_same_corpus, corpus_figures, describe_corpus, read_corpus
 from .data.sources import describe_skipped
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 PICTURE_NAME = "context.png"
 _KIND = "extension"
+_TEXTS_OF_CHOICE = 4
+"""Windows of the training text on which patterns are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +86,8 @@ def extend(
     """Extend the context length of a pretrained model, into the folder ``output``, which must be free.
 
     The model is measured on held-out text at its own length and at the new one, its positions are scaled and its
-    attention is replaced (:func:`extend_context`). It is measured again, trained on windows that grow to the new
+    attention is replaced (:func:`extend_context`), by the pattern of the settings, or the best of some candidates
+    (:mod:`.pattern_choice`). It is measured again, trained on windows that grow to the new
     length, and measured a third time.
 
     Args:
@@ -134,13 +138,15 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     config = load_config(what, settings.model)
     own_length = length_of(what, config)
     try:
-        settings = settings.complete(own_length, num_kv_heads(config))
+        settings = settings.complete(own_length)
     except ValueError as error:
         raise RunError(f"--{str(error).replace('_', '-', 1)}") from error
     preflight.check_extend_machine(settings, output, device, config)
     inputs = _read(settings, load_tokenizer(what, settings.model, config), console)
     _check_text(inputs, settings)
-    density = _check_model(load_model(what, settings.model, device), settings)
+    # The simplest of the candidates, where the pattern is to be chosen.
+    first = settings.patterns or (pattern_choice.segments(own_length, settings.context_length, num_kv_heads(config)),)
+    density = _check_model(load_model(what, settings.model, device), settings.with_patterns(first))
     model = load_model(what, settings.model, device)  # the check changes its model
     windows = _held_out_windows(inputs.held_out, settings)
     num_held_out_bytes = sum(num_bytes(window[1:], inputs.tokenizer) for window in windows)
@@ -154,7 +160,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             bytes_per_token=bytes_per_token,
             model=model,
         )
-        _announce(run, device, density)
+        _announce(run, device, density if settings.patterns else None)
         values: dict[str, Any] = {
             "kind": _KIND,
             "own_length": own_length,
@@ -162,7 +168,13 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             "bytes_per_token": bytes_per_token,
             "measured": {"before": _measure(run, "before")},
         }
-        _replace(model, settings)
+        if settings.patterns:
+            _replace(model, settings)
+        else:
+            found = _choose(run)
+            values["candidates"] = pattern_choice.recorded(found, bytes_per_token)
+            run = dataclasses.replace(run, settings=settings.with_patterns(found[0].patterns))
+        settings = run.settings
         values["measured"]["replaced"] = _measure(run, "replaced")
         opened.check()
         # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
@@ -268,20 +280,46 @@ def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> float:
 def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     from dilated_attention_pytorch.integrations import extend_context
 
-    extend_context(model, settings.context_length, settings.read_pattern(), rotary=settings.rotary)
+    patterns = settings.pattern or [one or None for one in settings.layer_patterns]
+    extend_context(model, settings.context_length, patterns, rotary=settings.rotary)
 
 
-def _announce(run: _Extension, device: str, density: float) -> None:
+def _choose(run: _Extension) -> list[pattern_choice.Candidate]:
+    """The candidates for the pattern, best first; the model is extended with the best."""
+    settings = run.settings
+    windows = EvaluationWindows(run.inputs.training, settings.context_length, _TEXTS_OF_CHOICE)
+    found = pattern_choice.measure_candidates(
+        run.model,
+        [windows[index]["input_ids"] for index in range(len(windows))],
+        run.own_length,
+        num_kv_heads(run.model.config),
+        rotary=settings.rotary,
+        precision=settings.precision,
+        console=run.opened.console,
+    )
+    run.opened.say(*pattern_choice.described(found, run.bytes_per_token))
+    return found
+
+
+def _announce(run: _Extension, device: str, density: float | None) -> None:
+    """``density``: fraction of the pairs of dense attention; None if the pattern is to be chosen."""
     settings, inputs = run.settings, run.inputs
     text = describe_corpus(settings.data, corpus_figures(inputs.corpus))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     tokens = "bytes" if inputs.tokenizer is None else f"tokens of {run.bytes_per_token:.2f} bytes on average"
+    pattern = (
+        settings.pattern or f"patterns by layer {'; '.join(one or 'its window' for one in settings.layer_patterns)}"
+    )
+    change = (
+        "a pattern chosen by measurement"
+        if density is None
+        else f"{pattern}: {density:.1%} of the pairs of dense attention"
+    )
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
     run.opened.say(
         f"text: {text}, read as {tokens}{describe_skipped(inputs.corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
-        f"change: {settings.context_length:,} tokens, rotary scaling {settings.rotary}, {settings.pattern}: "
-        f"{density:.1%} of the pairs of dense attention",
+        f"change: {settings.context_length:,} tokens, rotary scaling {settings.rotary}, {change}",
         f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
         f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
         f"{run.opened.folder}",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from dilated_attention_pytorch.patterns import Pattern, pattern_from_expression
+from dilated_attention_pytorch.patterns import pattern_from_expression
 
 from .run_settings import LONGEST_TEXT, AdamW, RunSettings, check_choice, check_number, check_text, check_windows
 from .stages import check_stage_ends, stage_ends
@@ -29,9 +29,10 @@ class ExtensionSettings(RunSettings):
     context_length: int = 8192
     """New context length in tokens."""
     pattern: str = ""
-    """Attention pattern, as `dilated-attention show` takes it. Default: segments of the model's own length L in full,
-    and of 2 L, 4 L, ... up to the new length with rates 2, 4, ..., at most the number of key/value heads, so that in
-    some head every token attends over the whole length."""
+    """Attention pattern of all layers, as `dilated-attention show` takes it. Default: the run measures candidates on
+    its training text, before training, and takes the best (docs/long-context.md)."""
+    layer_patterns: tuple[str, ...] = ()
+    """Instead of one pattern, a pattern per layer; "" for a layer that keeps its own sliding window."""
     rotary: Rotary = "yarn"
     """Scaling of the rotary positions. See extend_context."""
     stages: tuple[int, ...] = ()
@@ -82,18 +83,22 @@ class ExtensionSettings(RunSettings):
                 f"batch_tokens must hold one window of {self.context_length} tokens, got {self.batch_tokens}; "
                 "leave it out"
             )
-        if self.pattern:
-            try:
-                pattern_from_expression(self.pattern)
-            except ValueError as error:
-                raise ValueError(f"pattern: {error}") from error
+        self.layer_patterns = tuple(self.layer_patterns)
+        if self.pattern and self.layer_patterns:
+            raise ValueError("pattern is that of all layers, and layer_patterns are given too; leave one of them out")
+        for name, text in (("pattern", self.pattern), *(("layer_patterns", text) for text in self.layer_patterns)):
+            if text:
+                try:
+                    pattern_from_expression(text)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
 
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""
-        return {**RunSettings.left_open(self), "pattern": "", "stages": [], "batch_tokens": 0}
+        return {**RunSettings.left_open(self), "pattern": "", "layer_patterns": [], "stages": [], "batch_tokens": 0}
 
-    def complete(self, own_length: int, num_kv_heads: int) -> ExtensionSettings:
-        """The same with pattern, stages and batch filled in, for a model of ``own_length`` tokens.
+    def complete(self, own_length: int) -> ExtensionSettings:
+        """The same with stages and batch filled in, for a model of ``own_length`` tokens.
 
         Raises:
             ValueError: the new length does not exceed ``own_length``.
@@ -103,26 +108,23 @@ class ExtensionSettings(RunSettings):
                 f"context_length must be more than the {own_length} tokens that the model has already "
                 f"(max_position_embeddings), got {self.context_length}"
             )
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        doubled = [2 * own_length]
-        while doubled[-1] < self.context_length:
-            doubled.append(2 * doubled[-1])
-        lengths = [*doubled[:-1], self.context_length]
-        if not self.pattern:
-            rates = [min(2 << level, num_kv_heads) for level in range(len(lengths))]
-            values["pattern"] = f"DilatedPattern({[own_length, *lengths]}, {[1, *rates]})"
-        if not self.stages:
-            values["stages"] = tuple(lengths[-self.steps :])
-        values["batch_tokens"] = self.batch_tokens or self.context_length
-        return ExtensionSettings(**values)
+        stages = self.stages or tuple(rising_lengths(own_length, self.context_length)[-self.steps :])
+        return replace(self, stages=stages, batch_tokens=self.batch_tokens or self.context_length)
 
-    def read_pattern(self) -> Pattern:
-        """The pattern of complete settings (:meth:`complete`)."""
-        return pattern_from_expression(self.pattern)
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The pattern of all layers, or one per layer; empty if the run is to choose them."""
+        return (self.pattern,) if self.pattern else self.layer_patterns
+
+    def with_patterns(self, patterns: Sequence[str]) -> ExtensionSettings:
+        """The same with the pattern of all layers, or one per layer."""
+        is_one = len(patterns) == 1
+        return replace(self, pattern=patterns[0] if is_one else "", layer_patterns=() if is_one else tuple(patterns))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
-        return {**RunSettings.to_dict(self), "stages": list(self.stages)}
+        lists = {"stages": list(self.stages), "layer_patterns": list(self.layer_patterns)}
+        return {**RunSettings.to_dict(self), **lists}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExtensionSettings:
@@ -132,3 +134,11 @@ class ExtensionSettings(RunSettings):
             TypeError, ValueError: an unknown key, or a value out of range.
         """
         return cls(**{**values, "data": tuple(values["data"]), "stages": tuple(values["stages"])})
+
+
+def rising_lengths(own_length: int, length: int) -> list[int]:
+    """Twice ``own_length``, four times, ... up to ``length``, which is the last one."""
+    lengths = [min(2 * own_length, length)]
+    while lengths[-1] < length:
+        lengths.append(min(2 * lengths[-1], length))
+    return lengths

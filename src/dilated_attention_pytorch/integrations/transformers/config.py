@@ -235,15 +235,29 @@ def check_no_window(config: Any, layer: int) -> None:
         )
 
 
+def layers_with_pattern(config: Any) -> list[int]:
+    """The layers of one stack that have attention and no sliding window or chunks of their own.
+
+    Raises:
+        NotImplementedError: the configuration does not give the number of layers.
+    """
+    return [layer for layer, window in _windows(config).items() if window is None]
+
+
+def _windows(config: Any) -> dict[int, int | None]:
+    """:func:`window_of_layer` of the layers that have attention."""
+    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    idle = {layer for layer, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
+    return {layer: window_of_layer(config, layer) for layer in range(num_layers(config)) if layer not in idle}
+
+
 def _check_windows_leave_a_layer(config: Any) -> None:
     names = ("attention_chunk_size", "attention_layers", "is_heterogeneous", "sliding_window")
     if not any(getattr(config, name, None) for name in names):
         return
-    types: Sequence[str] = getattr(config, "layer_types", None) or ()
-    idle = {layer for layer, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
-    windows = [window_of_layer(config, layer) for layer in range(num_layers(config)) if layer not in idle]
-    if windows and None not in windows:
-        sizes = ", ".join(map(str, dict.fromkeys(windows)))
+    windows = _windows(config)
+    if windows and None not in windows.values():
+        sizes = ", ".join(map(str, dict.fromkeys(windows.values())))
         raise ValueError(
             f"every layer of the model has a sliding window of {sizes} tokens, so its pattern would be that of none: "
             f"remove config.dilated_attention to keep the windows, or {_without_windows(config)} before the "

@@ -1,0 +1,182 @@
+"""The pattern of an extended model: candidates are measured, and the best is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dilated_attention_pytorch.integrations import extend_context, register
+from dilated_attention_pytorch.patterns import pattern_from_expression
+from dilated_attention_pytorch.training import ExtensionSettings, extend, pattern_choice
+from dilated_attention_pytorch.training.data.corpus import read_corpus
+from dilated_attention_pytorch.training.data.windows import EvaluationWindows
+from dilated_attention_pytorch.training.pattern_choice import CLOSE, Candidate, layers_by_need, measure_candidates
+from training.runs import Heard, quiet
+
+OWN, LONG = 32, 128
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": OWN,
+}
+
+
+def model_of(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.normal_(0.0, 0.3)  # attention far from uniform
+    return model
+
+
+def texts(number: int, length: int) -> list[torch.Tensor]:
+    return list(torch.randint(256, (number, length), generator=torch.Generator().manual_seed(1)))
+
+
+def measured(model: Any, windows: Sequence[torch.Tensor], patterns: Sequence[str]) -> float:
+    """Bits per token, attention as a dense matrix of the patterns' log counts, a layer at a time."""
+    positions = torch.arange(len(windows[0]) - 1)
+    texts_of = [patterns[0]] * len(model.model.layers) if len(patterns) == 1 else patterns
+    for layer, text in zip(model.model.layers, texts_of, strict=True):
+        counts = pattern_from_expression(text).counts(positions, positions, 2, is_causal=True)
+        mask = counts.double().log().float().repeat_interleave(2, dim=0)[None]
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
+        )
+    total = 0.0
+    for window in windows:
+        with torch.no_grad():
+            logits = model(window[None, :-1], use_cache=False).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, window[1:]).item()
+    return total / len(windows) / torch.tensor(2.0).log().item()
+
+
+def test_every_candidate_is_measured_as_it_is_and_the_best_is_set() -> None:
+    windows = texts(2, LONG)
+    options = {"rotary": "linear", "precision": "float32", "console": quiet()}
+    model = model_of()
+    found = measure_candidates(model, windows, OWN, 2, **options)
+    far, near = f"DilatedPattern([{OWN}, 64, {LONG}], [1, 2, 2])", f"local_window({OWN - 1}) + global_tokens(4)"
+    uniform = {one.name: one.patterns for one in found if len(one.patterns) == 1}
+    assert uniform == {"segments in all layers": (far,), "windows and first tokens": (near,)}
+    by_layer = [one.patterns for one in found if len(one.patterns) > 1]
+    (layer,) = (index for index, text in enumerate(by_layer[0]) if text != near)
+    expected = {pattern_choice.dense(LONG), far}
+    assert {one[layer] for one in by_layer} == expected
+    assert all(one[:layer] + one[layer + 1 :] == (near, near) for one in by_layer)
+    for one in found:
+        again = extend_context(model_of(attn_implementation="eager"), LONG, far, rotary="linear")
+        again.set_attn_implementation("eager")
+        assert one.bits == pytest.approx(measured(again, windows, one.patterns), rel=1e-5)
+        densities = [
+            pattern_from_expression(text).density(LONG, num_kv_heads=2, is_causal=True) for text in one.patterns
+        ]
+        assert one.density == pytest.approx(sum(densities) / len(densities))
+    least = min(one.bits for one in found)
+    assert found[0].bits <= (1.0 + CLOSE) * least
+    (entry,) = model.config.dilated_attention.values()
+    assert entry == (found[0].patterns[0] if len(found[0].patterns) == 1 else list(found[0].patterns))
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_layer_that_changes_nothing_is_needed_least(layer: int) -> None:
+    model = model_of()
+    with torch.no_grad():
+        for other in {0, 1, 2} - {layer}:
+            model.model.layers[other].self_attn.o_proj.weight.zero_()
+    model.model.layers[layer].self_attn.o_proj.weight.data.mul_(0.02)
+    windows = texts(2, OWN)
+    # The first layer's attention raises the loss of random texts or lowers it: only whether it changes it is known.
+    order = layers_by_need(model, [0, 1, 2], windows, "float32", quiet())
+    assert (order[0] if order[0] == layer else order[-1]) == layer
+
+
+def test_candidates_that_are_about_as_good_are_chosen_by_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = iter([5.0, 5.004, 4.997, 7.0])
+    monkeypatch.setattr(pattern_choice, "layers_by_need", lambda model, layers, *others: list(layers))
+    monkeypatch.setattr(pattern_choice, "mean_bits", lambda *arguments: next(bits))
+    found = measure_candidates(model_of(), texts(1, LONG), OWN, 2, rotary="yarn", precision="float32", console=quiet())
+    assert [one.bits for one in found] == [5.004, 5.0, 4.997, 7.0]
+    assert [one.density for one in found[:3]] == sorted(one.density for one in found[:3])
+
+
+def test_a_model_whose_attention_knows_no_layer_gets_one_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(config: Any) -> list[int]:
+        raise NotImplementedError("no num_hidden_layers")
+
+    monkeypatch.setattr(pattern_choice, "layers_with_pattern", unknown)
+    found = measure_candidates(model_of(), texts(1, LONG), OWN, 2, rotary="yarn", precision="float32", console=quiet())
+    assert {len(one.patterns) for one in found} == {1}
+    assert len(found) == 2
+
+
+def test_layers_with_a_window_keep_it() -> None:
+    sizes = {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 9}
+    config = transformers.Gemma2Config(**SIZES | sizes | {"num_hidden_layers": 4, "pad_token_id": 0})
+    model = AutoModelForCausalLM.from_config(config)
+    found = measure_candidates(model, texts(1, LONG), OWN, 2, rotary="yarn", precision="float32", console=quiet())
+    by_layer = [one.patterns for one in found if len(one.patterns) > 1]
+    assert len(by_layer) == 2
+    assert all(one[0] == one[2] == "" and one[1] and one[3] for one in by_layer)
+
+
+def test_a_run_without_a_pattern_records_what_it_chose(texts: Path, tmp_path: Path) -> None:
+    model_of().save_pretrained(tmp_path / "short")
+    settings = ExtensionSettings(
+        model=str(tmp_path / "short"), data=(texts,), context_length=LONG, steps=2, precision="float32", device="cpu",
+        threads=1, eval_steps=2, save_steps=2, eval_windows=1, final_eval_windows=1,
+    )  # fmt: skip
+    console = Heard()
+    run = extend(settings, tmp_path / "run", console).run
+    record = json.loads((run / "training.json").read_text())
+    best = record["candidates"][0]
+    assert len(record["candidates"]) == 4
+    assert "rotary scaling yarn, a pattern chosen by measurement" in console.said
+    assert f"chosen: {best['name']}: {best['bits_per_byte']:.3f} bits per byte" in console.said
+    assert console.said.count("instead: ") == 3
+    set_patterns = (
+        [record["settings"]["pattern"]] if len(best["patterns"]) == 1 else record["settings"]["layer_patterns"]
+    )
+    assert set_patterns == best["patterns"]
+    register()
+    saved = AutoModelForCausalLM.from_pretrained(run, attn_implementation="dilated").config.dilated_attention["pattern"]
+    assert saved == (best["patterns"][0] if len(best["patterns"]) == 1 else best["patterns"])
+    # The candidates are compared on the text to train on, and not on what is held out.
+    windows = EvaluationWindows(read_corpus([texts]).training, LONG, 4)
+    again = model_of(attn_implementation="eager")
+    extend_context(again, LONG, "DilatedPattern([32, 64, 128], [1, 2, 2])").set_attn_implementation("eager")
+    bits = measured(again, [windows[index]["input_ids"] for index in range(4)], best["patterns"])
+    assert best["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
+    # A second command with the same words finds the run finished, whatever it chose.
+    assert extend(settings, tmp_path / "run", quiet(), may_resume=True).step == 2
+
+
+def test_a_pattern_for_all_layers_and_one_for_each_are_refused_together() -> None:
+    with pytest.raises(ValueError, match="pattern is that of all layers, and layer_patterns are given too"):
+        ExtensionSettings(model="m", pattern="local_window(3)", layer_patterns=("local_window(3)",))
+    with pytest.raises(ValueError, match=r"layer_patterns: .*local_windows"):
+        ExtensionSettings(model="m", layer_patterns=("", "local_windows(3)"))
+
+
+def test_what_is_said_of_the_candidates() -> None:
+    found = [
+        Candidate(name="windows", patterns=("local_window(3)",), bits=4.0, density=0.25),
+        Candidate(name="dense", patterns=("DilatedPattern([9], [1])",), bits=5.0, density=1.0),
+    ]
+    assert pattern_choice.described(found, 2.0) == [
+        "chosen: windows: 2.000 bits per byte, 25.0% of the pairs of dense attention",
+        "instead: dense: 2.500 bits per byte, 100.0% of the pairs of dense attention",
+    ]
