@@ -5,10 +5,11 @@
 Models of 6 layers and 3.4 million weights, with gates and a convolution of 3 over keys, differ in the patterns of their
 layers: dense attention over 8,192 tokens, or in windows of 1,024; a local window of 128 or 1,024; LongNet's segments,
 with and without a window; and hybrids, in which every third layer looks far, without positions and with scores that
-grow with the position. The far layers of a hybrid are dense or dilated, or choose 8 blocks of 64 keys by content. Each
-model is trained by `dilated-attention
-train` with as many operations (:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over
-8,192 tokens takes in N steps, in stages of 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
+grow with the position, and the others have windows of 128, in half of the steps of 8. The far layers of a hybrid are
+dense or dilated, or choose 8 blocks of 64 keys by content. Two more hybrids lack one part each: windows that are drawn,
+or layers without positions. Each model is trained by `dilated-attention train` with as many operations
+(:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over 8,192 tokens takes in N steps,
+in stages of 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
 
 Two texts. "code": all Python source of a package, a text per folder, at least 32 KiB; often one file is made of parts
 of another; tokens of a byte-level BPE trained on it. "made": pairs of a key and a value, a token each; a text gives
@@ -100,6 +101,8 @@ class Contestant(NamedTuple):
     """Patterns of the layers, cycled."""
     fields: dict[str, Any]
     """Other fields of the model."""
+    drawn: tuple[int, ...] = ()
+    """Sizes of local windows of which a step draws one."""
     is_short: bool = False
     """Whether it is trained on the shortest windows only."""
     has_more_seeds: bool = False
@@ -115,14 +118,14 @@ FAR_THETA = 1e6
 _READ = {"what": "benchmark", "remedy": "remove the folder and begin anew"}
 
 
-def reaches_of_blocks(length: int) -> tuple[int, int]:
-    """Reaches of windows with as many pairs as blocks of ``length / 128`` keys, one for each layer that chooses them.
+def stand_ins(length: int) -> tuple[str, str]:
+    """Segments with about as many pairs as blocks of ``length / 128`` keys, one for each layer that chooses them.
 
     They stand for these layers in a configuration, which has patterns alone.
     """
     size = length // 128
-    pairs = (BLOCKS - 1) * size + size // 2
-    return pairs, pairs - 1
+    segment = 2 * (BLOCKS - 1) * size + size
+    return f"DilatedPattern([{segment}], [1])", f"DilatedPattern([{segment + 1}], [1])"
 
 
 class ContentAttention(nn.Module):
@@ -131,17 +134,17 @@ class ContentAttention(nn.Module):
     def __init__(self, config: LongNetConfig) -> None:
         super().__init__()
         assert config.num_kv_heads is not None
-        reaches = [pattern_from_expression(one) for one in config.layer_patterns[2::3]]
+        far = [pattern_from_expression(one) for one in config.layer_patterns[2::3]]
         head_dim, size = config.embed_dim // config.num_heads, config.layer_scale_lengths[-1] // 16
         self.choosing = nn.ModuleDict(
             {
                 str(index): AdaptiveBlockAttention(
                     config.num_heads, head_dim, blocks_per_query=BLOCKS, block_size=size, query_block_size=size // 4
                 )
-                for index in range(len(reaches))
+                for index in range(len(far))
             }
         )
-        self.index_of = {pattern: str(index) for index, pattern in enumerate(reaches)}
+        self.index_of = {pattern: str(index) for index, pattern in enumerate(far)}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool, **options: Any
@@ -164,8 +167,9 @@ class ContentLM(LongNetLM):
 def contestants(length: int = 8192) -> dict[str, Contestant]:
     """The contestants by name, for texts of ``length`` tokens; other lengths than 8,192 scale the patterns."""
     short = length // 8
-    first, second = reaches_of_blocks(length)
+    first, second = stand_ins(length)
     dense, near = f"DilatedPattern([{length}], [1])", f"local_window({length // 64 - 1})"
+    drawn = (max(0, length // 1024 - 1), length // 64 - 1)
     dilated = f"{near} + DilatedPattern([{length // 4}, {length}], [2, 4]{{}})"
     longnet = (f"DilatedPattern([{short}, {2 * short}, {length}], [1, 2, 4])",)
     mixed = {"head_gates": True, "key_convolution": 3}
@@ -181,16 +185,18 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
         "LongNet + window": Contestant(
             (f"local_window({short // 2 - 1}) + DilatedPattern([{2 * short}, {length}], [2, 4])",), far
         ),
-        "hybrid, dense far": Contestant((near, near, dense), hybrid, has_more_seeds=True),
+        "hybrid, dense far": Contestant((near, near, dense), hybrid, drawn, has_more_seeds=True),
         "hybrid, dilated far": Contestant(
             (near, near, dilated.format(""), near, near, dilated.format(", segment_shift=1")),
             hybrid,
+            drawn,
             has_more_seeds=True,
         ),
+        "hybrid, dense far, same windows": Contestant((near, near, dense), hybrid),
         "hybrid, dense far, rotary": Contestant(
-            (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}
+            (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}, drawn
         ),
-        CONTENT: Contestant((near, near, f"local_window({first})", near, near, f"local_window({second})"), hybrid),
+        CONTENT: Contestant((near, near, first, near, near, second), hybrid, drawn),
     }
 
 
@@ -272,6 +278,7 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             context_length=length,
             batch_size=windows,
             stages=StageSettings(lengths=lengths, fractions=(0.6, 0.2, 0.2)[: len(lengths)]),
+            random_local_windows=one.drawn,
             steps=steps,
             learning_rate=3e-3,
             muon_learning_rate=0.03,
@@ -310,9 +317,11 @@ def result_of(text: Text, folder: Path, settings: TrainSettings, given: Hybrids)
     """Train, or continue a training, and evaluate."""
     console, began = Console(), time.monotonic()
     hours = folder / "hours.json"
-    train(settings, folder, console, may_resume=True)
+    outcome = train(settings, folder, console, may_resume=True)
     spent = (read_json(hours, **_READ)["hours"] if hours.exists() else 0.0) + (time.monotonic() - began) / 3600
     write_json(hours, {"hours": spent})
+    if outcome.stopped_by is not None:
+        raise SystemExit(128 + outcome.stopped_by)
     if not (folder / "eval.json").exists():
         told = EvalSettings(
             context_lengths=tuple(given.length // part for part in (8, 4, 2, 1)),

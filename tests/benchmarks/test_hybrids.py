@@ -68,6 +68,12 @@ def test_far_layers_choose_blocks_by_content() -> None:
         model = LongNetForCausalLM.from_longnet_config(settings.model)
     ids = torch.randint(256, (1, 512))
     model(ids, labels=ids).loss.backward()
+    # A step with drawn windows has them in the other layers alone.
+    own, drawn = model.model.patterns, settings.stages_by_step.drawn
+    assert [[one != other for one, other in zip(own, patterns, strict=True)] for patterns in drawn] == [
+        [True, True, False] * 2,
+        [False] * 6,
+    ]
     scorers = [weight for name, weight in model.named_parameters() if ".scorer." in name]
     assert len(scorers) == 6
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in scorers)

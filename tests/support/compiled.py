@@ -55,6 +55,8 @@ def calls(*, is_short: bool) -> Iterator[tuple[str, Problem]]:
         yield f"plain, D = {head_dim}", Problem(q, q, q, PATTERN.groups, True, 0.1)
     q = rows(8192, 4, 64)
     yield "terms, D = 64", Problem(q, q, q, PATTERN.groups, True, 0.1, **terms_of(q, q))
+    q = rows(300, 2, 64)
+    yield "a cap alone, Dv = 1", Problem(q, q, rows(300, 2, 1), PATTERN.groups, True, 0.1, softcap=50.0)
     if not is_short:
         q, v = rows(8192, 4, 192), rows(8192, 4, 128)
         yield "a cap, D = 192, Dv = 128", Problem(q, q, v, PATTERN.groups, True, 0.1, softcap=50.0)

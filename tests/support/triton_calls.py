@@ -34,9 +34,9 @@ SMALL = Sizes(
 
 
 @contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill every ``torch.empty`` with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True)
+def poisoned(*, warn_only: bool = False) -> Iterator[None]:
+    """Fill every ``torch.empty`` with NaN, or with the largest integer, under deterministic algorithms."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory
         yield

@@ -55,7 +55,8 @@ def test_every_kernel_compiles_and_fits_the_device(target: str) -> None:
         assert one["faults"] == [], one
         # Products of float32 numbers are exact, on other cores.
         assert one["is_on_tensor_cores"] == (one["kernel"] in COMPUTING and "float32" not in one["call"]), one
-        if one["call"] != "every option" and target in ("sm_80", "sm_90"):
+        # Values of one channel have the blocks of wider ones.
+        if one["call"] not in ("every option", "a cap alone, Dv = 1") and target in ("sm_80", "sm_90"):
             assert one["stack_bytes"] <= STACK_BYTES, one
 
 

@@ -180,6 +180,8 @@ def key_gradient_kernel(
     grad_key = tl.full([BLOCK_ROWS, OPTIONS.KEY_WIDTH.BLOCK_D], 0.0, tl.float32)
     grad_value = tl.full([BLOCK_ROWS, OPTIONS.VALUE_WIDTH.BLOCK_D], 0.0, tl.float32)
     num_heads = num_kv_heads * OPTIONS.RATIO
+    # Within a loop, Triton 3.6 loses a stride of 1 of a tuple in a tuple.
+    QUERY, GRAD_OUT = OPERANDS.QUERY, OUTPUTS.GRAD_OUT
     line, num_runs = lines_of(TILES, tile, num_keys, layout, OPTIONS)
     for _ in range(num_runs):
         run = load_run(line, OPTIONS)
@@ -188,8 +190,8 @@ def key_gradient_kernel(
             head = tile.kv_head.to(tl.int64) * OPTIONS.RATIO + member
             first_line = tile.batch * num_queries * num_heads + head
             queries = Queries(
-                head_of(OPERANDS.QUERY, tile.batch, head),
-                head_of(OUTPUTS.GRAD_OUT, tile.batch, head),
+                head_of(QUERY, tile.batch, head),
+                head_of(GRAD_OUT, tile.batch, head),
                 OUTPUTS.LSE + first_line,
                 OUTPUTS.DELTA + first_line,
                 num_heads,

@@ -58,7 +58,9 @@ def terms_of_queries(TERMS, tile, head, row, slabs, OPTIONS: tl.constexpr):
     Coordinates are those of key rows: query row i has the position of key row ``i + ahead``.
     """
     DISTANCE_BIAS, COORDINATES, KEY_BIAS, factor, softcap = TERMS
-    diagonal, coordinates, key_bias = row, row, row
+    BIAS, diagonal, coordinates, key_bias = row, row, row, row
+    if OPTIONS.DISTANCE_BIAS:
+        BIAS = DISTANCE_BIAS
     if OPTIONS.COORDINATES:
         KEYS, ahead = COORDINATES + tile.batch * 2 * slabs.num_keys, slabs.query_offset - slabs.key_offset
         AXES = KEYS, KEYS + slabs.num_keys
@@ -69,14 +71,16 @@ def terms_of_queries(TERMS, tile, head, row, slabs, OPTIONS: tl.constexpr):
         diagonal = first + slabs.num_queries - 1 - tl.maximum(row, 0)
     if OPTIONS.KEY_BIAS:
         key_bias = head_of(KEY_BIAS, tile.batch, tile.kv_head)
-    return TileTerms(DISTANCE_BIAS, diagonal, coordinates, key_bias, factor, softcap)
+    return TileTerms(BIAS, diagonal, coordinates, key_bias, factor, softcap)
 
 
 @triton.jit
 def terms_of_keys(TERMS, tile, row, slabs, OPTIONS: tl.constexpr):
     """The :class:`TileTerms` of a tile of key rows; ``ahead`` as for :func:`terms_of_queries`."""
     DISTANCE_BIAS, COORDINATES, KEY_BIAS, factor, softcap = TERMS
-    diagonal, coordinates, key_bias = row, row, row
+    BIAS, diagonal, coordinates, key_bias = row, row, row, row
+    if OPTIONS.DISTANCE_BIAS:
+        BIAS = DISTANCE_BIAS
     if OPTIONS.COORDINATES:
         KEYS, ahead = COORDINATES + tile.batch * 2 * slabs.num_keys, slabs.query_offset - slabs.key_offset
         own = coordinates_at((KEYS, KEYS + slabs.num_keys), row, row >= 0)
@@ -86,7 +90,7 @@ def terms_of_keys(TERMS, tile, row, slabs, OPTIONS: tl.constexpr):
     if OPTIONS.KEY_BIAS:
         BASE, lines = lines_at(KEY_BIAS, tile.batch, row, tile.kv_head)
         key_bias = tl.load(BASE + lines, mask=row >= 0, other=0.0)
-    return TileTerms(DISTANCE_BIAS, diagonal, coordinates, key_bias, factor, softcap)
+    return TileTerms(BIAS, diagonal, coordinates, key_bias, factor, softcap)
 
 
 @triton.jit
