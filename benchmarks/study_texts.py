@@ -53,3 +53,7 @@ def prepare(folder: Path, texts: Iterable[tuple[str, str]], vocab_size: int) -> 
         train_tokenizer(sources.texts_to_train_on(), vocab_size).save(unfinished)
         unfinished.rename(tokenizer)
     return file, tokenizer
+
+
+if __name__ == "__main__":
+    raise SystemExit("a part of another benchmark: python -m benchmarks.hybrids --help")
