@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -41,6 +41,7 @@ from dilated_attention_pytorch import Pattern, attend
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, causal_lm
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
+from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import TrainSettings, train
 from dilated_attention_pytorch.training.evaluated_model import open_model
@@ -52,6 +53,10 @@ from .length import flops_of, held_out_curve, slug
 from .measured_code import code
 from .study import Study, run
 from .study_texts import folder_texts, prepare
+from .tables import by_contestant
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Text = Literal["code", "made"]
 KEYS = [first + second for first in string.ascii_lowercase[:20] for second in string.ascii_lowercase]
@@ -92,6 +97,8 @@ class Hybrids(Study):
     """Texts of a row of the recall tasks."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to train: in float32 on a CPU, in bfloat16 on a GPU."""
+    picture: Path = Path("docs/pictures/hybrids.png")
+    """File of the picture."""
 
 
 class Contestant(NamedTuple):
@@ -364,6 +371,55 @@ def recall_of(folder: Path, given: Hybrids) -> list[dict[str, float]]:
     ]
 
 
+def chart(results: dict[str, Any]) -> Figure:
+    """Bits per byte by the tokens read, and recall by distance; a bar spans the seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Text of 10 points in a width of 6.4 inches can be read on a phone too.
+    figure = Figure(figsize=(6.4, 7.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_length, by_distance = figure.subplots(2, 1)
+    for number, name in enumerate(contestants()):
+        style = {"color": f"C{number % 10}", "marker": "os^"[number // 5], "markersize": 4, "capsize": 2}
+        by_length.errorbar([], [], label=name, **style)
+        for axes, text, points in ((by_length, "code", _bits_by_length), (by_distance, "made", _recall_by_distance)):
+            runs = by_contestant(results, text).get(name, [])
+            for_seeds = [points(one) for one in runs]
+            if runs:
+                x = [at for at, _ in for_seeds[0]]
+                y = [[value for _, value in row] for row in for_seeds]
+                mean = [sum(values) / len(values) for values in zip(*y, strict=True)]
+                low = [m - min(values) for m, values in zip(mean, zip(*y, strict=True), strict=True)]
+                high = [max(values) - m for m, values in zip(mean, zip(*y, strict=True), strict=True)]
+                axes.errorbar(x, mean, yerr=(low, high), **style)
+    for axes, across, up in (
+        (by_length, "tokens read at most", "bits per byte of source code"),
+        (by_distance, "distance in tokens, at least", "values recalled in made texts"),
+    ):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel(across)
+        axes.set_ylabel(up)
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _bits_by_length(result: dict[str, Any]) -> list[tuple[int, float]]:
+    return sorted((int(length), bits) for length, bits in result["bits_per_byte"].items())
+
+
+def _recall_by_distance(result: dict[str, Any]) -> list[tuple[int, float]]:
+    return [(row["from"], row["right"]) for row in result["recall"]]
+
+
+def draw(results: dict[str, Any], file: Path) -> None:
+    """Write :func:`chart` as PNG."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as staged:
+        chart(results).savefig(staged, dpi=140, format="png", pil_kwargs={"optimize": True})
+
+
 def runs_of(given: Hybrids) -> list[tuple[Text, str, int]]:
     """Text, contestant and seed of every run that is asked for: seed 0 of all first."""
     texts: tuple[Text, ...] = ("code", "made") if given.text is None else (given.text,)
@@ -406,7 +462,10 @@ def measure(given: Hybrids) -> dict[str, Any]:
         with models_of(name):
             found = result_of(text, given.folder / text / f"{slug(name)}-{seed}", settings, given)
         results[key] = {"machine": origin(module_command()), "code": code("training"), **found}
+        order = [f"{text}: {name}: {seed}" for text, name, seed in runs_of(Hybrids())]
+        results = {key: results[key] for key in [*order, *results] if key in results}
         write_json(given.output, results)
+    draw(results, given.picture)
     return results
 
 
@@ -425,5 +484,6 @@ if __name__ == "__main__":
             "vocab_size": 512,
             "windows": 1,
             "recall_texts": 1,
+            "picture": Path(scratch) / "hybrids.png",
         }
         run(Hybrids, measure, text=__doc__, name="hybrids", group=None, tiny=tiny)

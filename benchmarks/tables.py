@@ -280,6 +280,52 @@ def scale_plan(values: Values) -> str:
     return markdown(head, rows)
 
 
+LENGTHS = (1024, 2048, 4096, 8192)
+DISTANCES = ((8, 127), (128, 1023), (1024, 8191))
+
+
+def by_contestant(values: Values, text: str) -> dict[str, list[Values]]:
+    """Results of :mod:`.hybrids` for a text: those of each seed, by contestant."""
+    found: dict[str, list[Values]] = {}
+    for key, result in values.items():
+        of_text, _, rest = key.partition(": ")
+        if of_text == text:
+            found.setdefault(rest.rpartition(": ")[0], []).append(result)
+    return found
+
+
+def hybrids_code(values: Values) -> str:
+    """Bits per byte of source code by the tokens read, with half of the range of the seeds."""
+    rows = []
+    for name, runs in by_contestant(values, "code").items():
+        cells = [with_spread([one["bits_per_byte"][str(length)] for one in runs]) for length in LENGTHS]
+        rows.append((name, f"{len(runs)}", f"{runs[0]['steps']}", f"{runs[0]['tokens'] / 1e6:.1f} M", *cells))
+    return markdown(("model", "seeds", "steps", "tokens", *(f"reading {one:,}" for one in LENGTHS)), rows)
+
+
+def hybrids_made(values: Values) -> str:
+    """Values recalled in made texts, by distance, and their bits per byte."""
+    rows = []
+    for name, runs in by_contestant(values, "made").items():
+        cells = []
+        for low, high in DISTANCES:
+            shares = []
+            for one in runs:
+                found = [row for row in one["recall"] if low <= row["from"] <= high]
+                number = sum(row["values"] for row in found)
+                shares.append(100 * sum(row["values"] * row["right"] for row in found) / number)
+            cells.append(f"{statistics.mean(shares):.1f} %")
+        rows.append((name, *cells, with_spread([one["bits_per_byte"][str(LENGTHS[-1])] for one in runs])))
+    head = ("model", *(f"distance {low:,} to {high:,}" for low, high in DISTANCES), "bits per byte")
+    return markdown(head, rows)
+
+
+def with_spread(values: Sequence[float]) -> str:
+    """The mean, with half of the range if there are several."""
+    spread = f" ± {(max(values) - min(values)) / 2:.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{spread}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "times-of-dense": ("attention_cpu.json", times_of_dense),
     "attention-native": ("attention_cpu.json", attention),
@@ -331,7 +377,9 @@ def older_figures() -> str:
 
 
 def machine_of(values: Values) -> str:
-    """The machine and the day of a file of results."""
+    """The machine and the day of a file of results, or those of each of its sections."""
+    if "machine" not in values and "origin" not in values:
+        return " ".join(dict.fromkeys(map(machine_of, values.values())))
     found = values["machine"] if "machine" in values else values["origin"]
     if "gpu" in found["command"]:
         versions = ", ".join(

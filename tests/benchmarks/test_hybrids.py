@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from benchmarks.hybrids import (
     KEYS,
     MADE_VOCAB,
     Hybrids,
+    chart,
     contestants,
+    draw,
     flops_of,
     made_pairs,
     models_of,
@@ -23,6 +26,7 @@ from benchmarks.hybrids import (
 )
 from benchmarks.study_texts import prepare
 
+from benchmarks import tables
 from dilated_attention_pytorch.models import LongNetForCausalLM
 from dilated_attention_pytorch.training.data.tokenizer import load_tokenizer
 
@@ -86,3 +90,60 @@ def test_unknown_names_are_refused_and_seed_0_of_all_comes_first() -> None:
     assert len(runs) == 2 * len(contestants()) + 8
     with pytest.raises(SystemExit, match=r"names of contestants, dense, 8,192; .*: got hybrid"):
         runs_of(Hybrids(only=("hybrid",)))
+
+
+def results_of(*runs: tuple[str, str, int, float]) -> dict[str, Any]:
+    """Results in which everything follows from one number: bits per byte, and the share of values recalled."""
+    return {
+        f"{text}: {name}: {seed}": {
+            "machine": {
+                "command": "python -m benchmarks.hybrids",
+                "threads": 2,
+                "processor": "a processor",
+                "vector_instructions": "AVX2",
+                "versions": {"torch": "2.13.0"},
+                "date": f"2026-11-2{seed}",
+            },
+            "steps": 500,
+            "tokens": 4_100_000,
+            "bits_per_byte": {str(length): number for length in tables.LENGTHS},
+            **(
+                {
+                    "recall": [
+                        {"from": low, "to": 2 * low - 1, "values": low, "right": number} for low in (8, 64, 512, 4096)
+                    ]
+                }
+                if text == "made"
+                else {}
+            ),
+        }
+        for text, name, seed, number in runs
+    }
+
+
+def test_tables_and_the_picture_are_made_from_the_results(tmp_path: Path) -> None:
+    hybrid = "hybrid, dense far"
+    results = results_of(
+        ("code", CONTENT, 0, 0.6), ("made", hybrid, 0, 0.995), ("code", hybrid, 0, 0.5), ("code", hybrid, 1, 0.52)
+    )
+    results["made: hybrid, dense far: 0"]["recall"][1]["right"] = 0.0
+    code = tables.hybrids_code(results).splitlines()
+    assert code[2] == f"| {CONTENT} | 1 | 500 | 4.1 M | 0.6000 | 0.6000 | 0.6000 | 0.6000 |"
+    cells = " | ".join(["0.5100 ± 0.0100"] * 4)
+    assert code[3] == f"| {hybrid} | 2 | 500 | 4.1 M | {cells} |"
+    made = tables.hybrids_made(results).splitlines()
+    assert made[2:] == [f"| {hybrid} | {100 * 0.995 * 8 / 72:.1f} % | 99.5 % | 99.5 % | 0.9950 |"]
+    assert tables.machine_of(results) == (
+        "2 threads of a processor, AVX2, PyTorch 2.13.0, 2026-11-20. "
+        "2 threads of a processor, AVX2, PyTorch 2.13.0, 2026-11-21."
+    )
+    by_length, by_distance = chart(results).axes
+    labels = [line.get_label() for line in by_length.containers]
+    assert [label for label in labels if not label.startswith("_")] == list(contestants())
+    # A curve for each contestant with results, after the empty ones of the legend.
+    assert [len(axes.containers) - len(contestants()) * (axes is by_length) for axes in (by_length, by_distance)] == [
+        2,
+        1,
+    ]
+    draw(results, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -119,7 +119,7 @@ def test_slabs_of_keys_merge_and_sinks_are_added_once() -> None:
     torch.testing.assert_close(merge(partials).out, whole)
 
 
-@pytest.mark.parametrize("softcap", [1e-37, 0.5, 50.0, 1e30])
+@pytest.mark.parametrize("softcap", [1e-40, 0.5, 50.0, 1e30, 1e300])
 def test_a_scale_of_zero_leaves_the_biases(softcap: float) -> None:
     q, k, v = (torch.randn(1, 9, 2, 4, requires_grad=True) for _ in range(3))
     slopes = torch.tensor([0.5, 0.25], requires_grad=True)
@@ -130,6 +130,23 @@ def test_a_scale_of_zero_leaves_the_biases(softcap: float) -> None:
         assert not results[-1][1].any()
     for got, want in zip(results[-1], results[0], strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_caps_out_of_the_range_of_float32_are_caps(impl: Impl) -> None:
+    q, k, v = torch.randn(3, 1, 9, 2, 4, generator=torch.Generator().manual_seed(0))
+    uncapped = attend(q, k, v, P, is_causal=True, impl=impl)
+    equal = attend(q, k, v, P, is_causal=True, impl=impl, scale=0.0)
+    q[0, 3] = 0.0
+    for softcap, expected in ((1e-300, equal), (1e300, uncapped)):
+        leaf = q.clone().requires_grad_()
+        out = attend(leaf, k, v, P, is_causal=True, impl=impl, scores=Scores(softcap))
+        rows = [row for row in range(9) if row != 3]
+        torch.testing.assert_close(out[:, rows], expected[:, rows])
+        torch.testing.assert_close(out[:, 3], equal[:, 3])
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+        assert grad.isfinite().all()
+        assert grad[0, 3].any()  # the slope of a cap at 0 is 1
 
 
 def test_alibi_at_a_distance_of_a_million_keeps_its_digits() -> None:
@@ -253,8 +270,8 @@ def test_memory_is_linear_in_rows(impl: Impl) -> None:
 
 X, SLOPES = torch.zeros(1, 6, 4, 8), torch.zeros(4)
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: Scores(softcap=0.0), ValueError, "softcap must be a normal positive number of float32, or None, got 0.0"),
-    (lambda: Scores(softcap=True), ValueError, "softcap must be a normal positive number of float32, or None, got"),
+    (lambda: Scores(softcap=0.0), ValueError, "softcap must be a positive number, or None for no cap, got 0.0"),
+    (lambda: Scores(softcap=True), ValueError, "softcap must be a positive number, or None for no cap, got True"),
     (lambda: Scores(sinks=[0.0]), TypeError, "sinks must be a floating tensor [H], got list"),  # type: ignore[arg-type]
     (lambda: Scores(slopes=torch.zeros(2, 1)), ValueError, "slopes must have the shape [H], got [2, 1]"),
     (lambda: Scores(key_bias=torch.zeros(2, 1).bool()), TypeError,

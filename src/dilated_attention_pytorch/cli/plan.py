@@ -59,7 +59,7 @@ class PlanCommand(TrainSettings):
     """
 
     preset: str = "auto"
-    """Starting values: tiny, cpu, gpu or gpu-large. See train. Default: gpu if there is a CUDA device, else cpu."""
+    """Starting values: tiny, cpu, hybrid, gpu or gpu-large. See train. Default: gpu with a CUDA device, else cpu."""
     config: Path | None = None
     """TOML file of settings, see train."""
     purpose: Annotated[Literal["training", "forward", "generation"], tyro.conf.arg(name="for")] = "training"

@@ -12,7 +12,8 @@ from torch import Tensor
 from .call import Call
 from .derivatives import is_recorded, needs_dispatcher
 
-_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_LEAST_CAP, _MOST_CAP = torch.finfo(torch.float32).tiny, 1e30
+"""Caps for which float32 holds a score divided by the cap. Smaller and larger ones give the same scores as these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class Scores:
     with N M: a bias by distance takes H (N + M - 1) numbers. An argument that is None adds nothing.
 
     Args:
-        softcap: cap of the scaled scores, positive and a normal number of float32 (Gemma 2, arXiv 2408.00118).
+        softcap: cap of the scaled scores, positive (Gemma 2, arXiv 2408.00118).
         sinks: ``[H]``, logits of a key with value 0 that every query of the head sees (gpt-oss, arXiv 2508.10925). A
             row without a key has output 0 and ``L = sink_h``.
         slopes: ``[H]``, bias ``-slope_h |t - p|`` (ALiBi, arXiv 2108.12409), or ``-slope_h |x_t - x_p|`` with
@@ -58,9 +59,8 @@ class Scores:
 
     def __post_init__(self) -> None:
         cap = self.softcap
-        is_number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
-        if cap is not None and not (is_number and _LEAST <= cap <= _MOST):
-            raise ValueError(f"softcap must be a normal positive number of float32, or None, got {cap!r}")
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0.0 < cap < math.inf):
+            raise ValueError(f"softcap must be a positive number, or None for no cap, got {cap!r}")
         for name, dims, shape in (
             ("sinks", (1,), "[H]"),
             ("slopes", (1,), "[H]"),
@@ -192,7 +192,7 @@ def with_scores(call: Call, scores: Scores) -> Call:
         has_fixed_bias=is_eager and distance_bias is not None and not distance_bias.requires_grad,
         key_bias=key_bias,
         coordinates=coordinates,
-        softcap=0.0 if scores.softcap is None else float(scores.softcap),
+        softcap=0.0 if scores.softcap is None else min(max(float(scores.softcap), _LEAST_CAP), _MOST_CAP),
         sinks=scores.sinks,
         shift=shift,
     )

@@ -286,6 +286,6 @@ def test_a_tiny_cap_makes_all_scores_equal() -> None:
     operands, _ = call(3)
     query = operands[0].detach().clone()
     query[:, 1] = 0.0
-    found, expected = (attend(query, *operands[1:], PATTERN, scores=Scores(softcap=1e-37), impl=impl) for impl in IMPLS)
+    found, expected = (attend(query, *operands[1:], PATTERN, scores=Scores(softcap=1e-42), impl=impl) for impl in IMPLS)
     assert found.isfinite().all()
     torch.testing.assert_close(found, expected)
