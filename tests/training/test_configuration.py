@@ -36,17 +36,18 @@ def stages_of(draw: st.DrawFn, settings: TrainSettings) -> StageSettings:
 @st.composite
 def training_settings(draw: st.DrawFn) -> TrainSettings:
     settings = PRESETS[draw(st.sampled_from(sorted(PRESETS)))]()
+    shifts = {"layer_segment_shifts": tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=3)))}
     model = dataclasses.replace(
         settings.model,
         dropout=draw(st.floats(0, 0.9)),
         tie_embeddings=draw(st.booleans()),
-        layer_segment_shifts=tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=3))),
+        **(shifts if settings.model.segment_lengths else {}),
     )
     return dataclasses.replace(
         settings,
         model=model,
         data=tuple(Path("/", path) for path in draw(PATHS)),
-        steps=draw(st.integers(2, 10**6)),
+        steps=draw(st.integers(10, 10**6)),
         learning_rate=draw(NUMBERS),
         compile=draw(st.booleans()),
         sample_prompt=draw(st.text(max_size=20)),

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 
@@ -21,7 +22,11 @@ def test_settings_survive_json(name: str) -> None:
 def test_presets_for_real_runs_see_8192_bytes_and_more(name: str) -> None:
     settings = PRESETS[name]()
     assert settings.context_length >= 8192
-    assert max(settings.model.segment_lengths) >= settings.context_length
+    model, last = settings.model, torch.tensor([settings.context_length - 1])
+    assert model.num_kv_heads is not None
+    # The last byte of a window sees some of the first 64, in some head and layer.
+    seen = [one.counts(last, torch.arange(64), model.num_kv_heads, is_causal=True) for one in model.different_patterns]
+    assert any(one.any() for one in seen)
 
 
 def test_heads_over_all_processes_and_over_some_of_them_exclude_each_other() -> None:
