@@ -289,6 +289,8 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             steps=steps,
             learning_rate=3e-3,
             muon_learning_rate=0.03,
+            # A constant rate until the last fifth: far layers learn to recall late, and a falling rate delays them.
+            schedule="wsd",
             warmup_fraction=0.05,
             seed=seed,
             threads=torch.get_num_threads(),

@@ -51,6 +51,7 @@ def hybrid() -> TrainSettings:
         random_local_windows=(7, 127),
         stages=StageSettings(lengths=(1024, 4096, 8192), fractions=(0.6, 0.2, 0.2)),
         steps=900,
+        schedule="wsd",
         optimizer="muon",
         learning_rate=3e-3,
         muon_learning_rate=0.03,
