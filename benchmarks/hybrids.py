@@ -289,7 +289,7 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             steps=steps,
             learning_rate=3e-3,
             muon_learning_rate=0.03,
-            # A constant rate until the last fifth: far layers learn to recall late, and a falling rate delays them.
+            # Constant until the last fifth: what is learnt late is learnt at the full rate.
             schedule="wsd",
             warmup_fraction=0.05,
             seed=seed,

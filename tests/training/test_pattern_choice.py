@@ -118,9 +118,11 @@ def test_a_model_whose_attention_knows_no_layer_gets_one_pattern(monkeypatch: py
         raise NotImplementedError("no num_hidden_layers")
 
     monkeypatch.setattr(pattern_choice, "layers_with_pattern", unknown)
-    found = measure_candidates(model_of(), texts(1, LONG), OWN, 2, rotary="yarn", precision="float32", console=quiet())
+    console = Heard()
+    found = measure_candidates(model_of(), texts(1, LONG), OWN, 2, rotary="yarn", precision="float32", console=console)
     assert {len(one.patterns) for one in found} == {1}
     assert len(found) == 2
+    assert "all layers get one pattern: no num_hidden_layers" in console.said
 
 
 def test_layers_with_a_window_keep_it() -> None:
@@ -131,6 +133,21 @@ def test_layers_with_a_window_keep_it() -> None:
     by_layer = [one.patterns for one in found if len(one.patterns) > 1]
     assert len(by_layer) == 2
     assert all(one[0] == one[2] == "" and one[1] and one[3] for one in by_layer)
+
+
+def test_layers_without_attention_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4}
+    model = AutoModelForCausalLM.from_config(transformers.Lfm2Config(**SIZES | sizes))
+    looked_at: list[int] = []
+
+    def by_need(model: Any, layers: Sequence[int], *others: Any) -> list[int]:
+        looked_at.extend(layers)
+        return layers_by_need(model, layers, *others)
+
+    monkeypatch.setattr(pattern_choice, "layers_by_need", by_need)
+    found = measure_candidates(model, texts(1, LONG), OWN, 2, rotary="yarn", precision="float32", console=quiet())
+    assert looked_at == [1, 3]
+    assert len(found) == 4
 
 
 def test_a_run_without_a_pattern_records_what_it_chose(texts: Path, tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ class Train(TrainSettings):
 
     preset: str = "auto"
     """Starting values: tiny, cpu, hybrid, gpu or gpu-large; other flags override them. cpu: minutes on two cores.
-    hybrid: an hour, every third layer sees all. gpu: 100 million parameters, 32,768 bytes of context. gpu-large: 730
-    million, 65,536 bytes. tiny: seconds. --help after --preset shows its values. Default: gpu if there is a CUDA
+    hybrid: 2.7 million parameters, every third layer sees all. gpu: 100 million, 32,768 bytes of context. gpu-large:
+    730 million, 65,536 bytes. tiny: seconds. --help after --preset shows its values. Default: gpu if there is a CUDA
     device, else cpu."""
     output: Path = Path("runs/longnet")
     """Run folder to create. It must not exist, or be empty."""

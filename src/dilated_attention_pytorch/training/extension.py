@@ -280,7 +280,7 @@ def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> float:
 def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     from dilated_attention_pytorch.integrations import extend_context
 
-    patterns = settings.pattern or [one or None for one in settings.layer_patterns]
+    patterns = pattern_choice.of_model(settings.patterns)
     extend_context(model, settings.context_length, patterns, rotary=settings.rotary)
 
 

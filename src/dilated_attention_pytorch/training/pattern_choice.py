@@ -24,7 +24,13 @@ from torch import Tensor
 
 from dilated_attention_pytorch.estimate.flops import pretrained_flops
 from dilated_attention_pytorch.integrations import extend_context, set_pattern
-from dilated_attention_pytorch.integrations.transformers.config import layers_with_pattern, num_layers, text_config
+from dilated_attention_pytorch.integrations.transformers.config import (
+    PatternOfModel,
+    layers_with_pattern,
+    num_layers,
+    text_config,
+    window_of_layer,
+)
 
 from .evaluation import bits_of_tokens
 from .extension_settings import Rotary, rising_lengths
@@ -50,7 +56,7 @@ class Candidate:
 
     name: str
     patterns: tuple[str, ...]
-    """One for all layers, or one per layer; empty for a layer that keeps its sliding window or has no attention."""
+    """One for all layers, or one per layer; empty for a layer that keeps its sliding window."""
     bits: float
     """Bits per token."""
     density: float
@@ -77,24 +83,28 @@ def window(own_length: int) -> str:
     return f"local_window({own_length - 1}) + global_tokens({SINKS})"
 
 
-def apply(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """:func:`set_pattern` with one pattern for all layers, or one per layer."""
-    set_pattern(model, patterns[0] if len(patterns) == 1 else [one or None for one in patterns])
+def of_model(patterns: Sequence[str]) -> PatternOfModel:
+    """The argument of :func:`set_pattern` for one pattern of all layers, or one per layer."""
+    return patterns[0] if len(patterns) == 1 else [one or None for one in patterns]
 
 
-def by_layer(model: PreTrainedModel, layers: Sequence[int], pattern: str) -> list[str]:
-    """A pattern for ``layers``, and none for the others."""
-    return [pattern if layer in layers else "" for layer in range(num_layers(text_config(model.config)))]
+def by_layer(model: PreTrainedModel, layers: Sequence[int], far: str, near: str) -> tuple[str, ...]:
+    """The pattern ``far`` for ``layers`` and ``near`` for the others, but none for those with a sliding window."""
+    config = text_config(model.config)
+    windows = [window_of_layer(config, layer) for layer in range(num_layers(config))]
+    return tuple((far if layer in layers else near) if window is None else "" for layer, window in enumerate(windows))
 
 
-def layers_apart(model: PreTrainedModel, pattern: str) -> list[int]:
+def layers_apart(model: PreTrainedModel, pattern: str, console: Console) -> list[int]:
     """Layers that can have patterns of their own: none if the model's attention does not know its layer."""
     try:
         layers = layers_with_pattern(text_config(model.config))
-        apply(model, by_layer(model, layers, pattern))
+        set_pattern(model, of_model(by_layer(model, layers, pattern, pattern)))
         with torch.inference_mode():
             model(torch.zeros(1, 16, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
-    except NotImplementedError:
+    except NotImplementedError as error:
+        sentence = f"all layers get one pattern: {error}"
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         return []
     return layers
 
@@ -115,9 +125,7 @@ def layers_by_need(
     near = f"local_window({max(1, own_length // ABLATION_WINDOW) - 1})"
     loss: dict[int, float] = {}
     for index, layer in enumerate(layers):
-        apply(
-            model, [near if one == layer else far for one, far in enumerate(by_layer(model, layers, dense(own_length)))]
-        )
+        set_pattern(model, of_model(by_layer(model, [layer], near, dense(own_length))))
         what = f"layer {index + 1} of {len(layers)} with a short window"
         loss[layer] = mean_bits(model, texts, own_length, precision, console, what)
     return sorted(layers, key=lambda layer: -loss[layer])
@@ -154,26 +162,25 @@ def measure_candidates(
     length = max(map(len, texts))
     far, near = segments(own_length, length, num_kv_heads), window(own_length)
     named: dict[str, tuple[str, ...]] = {"segments in all layers": (far,), "windows and first tokens": (near,)}
-    layers = layers_apart(model, dense(own_length))
+    layers = layers_apart(model, dense(own_length), console)
     if len(layers) > 1:
         own_texts = [text[start : start + own_length] for text in texts for start in (0, length - own_length)]
         needed = layers_by_need(model, layers, own_texts, precision, console)
         chosen = needed[: math.ceil(len(layers) / FAR_PART)]
         words = ", ".join(str(layer) for layer in sorted(chosen))
         for name, pattern in ((f"dense in layers {words}", dense(length)), (f"segments in layers {words}", far)):
-            both = zip(by_layer(model, chosen, pattern), by_layer(model, layers, near), strict=True)
-            named[f"{name}, windows in others"] = tuple(one or other for one, other in both)
+            named[f"{name}, windows in others"] = by_layer(model, chosen, pattern, near)
     extend_context(model, length, far, rotary=rotary)
     found = []
     for name, patterns in named.items():
-        apply(model, patterns)
+        set_pattern(model, of_model(patterns))
         bits = mean_bits(model, texts, length, precision, console, name)
         density = pretrained_flops(model).density(length)
         found.append(Candidate(name=name, patterns=patterns, bits=bits, density=density))
     least = min((one.bits for one in found if math.isfinite(one.bits)), default=math.inf)
     is_close = {one.name: one.bits <= (1.0 + CLOSE) * least for one in found}
     found.sort(key=lambda one: (not is_close[one.name], one.density if is_close[one.name] else one.bits))
-    apply(model, found[0].patterns)
+    set_pattern(model, of_model(found[0].patterns))
     return found
 
 

@@ -32,9 +32,9 @@ def cpu() -> TrainSettings:
 
 
 def hybrid() -> TrainSettings:
-    """2.8 million parameters at 8,192 bytes of context, of which every third layer sees all: an hour on two CPU cores.
+    """2.7 million parameters at 8,192 bytes of context, of which every third layer sees all, without positions.
 
-    The other layers have windows of 128, in half of the steps of 8: the far layers learn to recall in those.
+    The other layers have windows of 128; in about half of the steps, of 8.
     """
     near = "local_window(127)"
     return TrainSettings(
