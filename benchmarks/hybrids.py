@@ -5,11 +5,12 @@
 Models of 6 layers and 3.4 million weights, with gates and a convolution of 3 over keys, differ in the patterns of their
 layers: dense attention over 8,192 tokens, or in windows of 1,024; a local window of 128 or 1,024; LongNet's segments,
 with and without a window; and hybrids, in which every third layer looks far, without positions and with scores that
-grow with the position, and the others have windows of 128, in half of the steps of 8. The far layers of a hybrid are
-dense or dilated, or choose 8 blocks of 64 keys by content. Two more hybrids lack one part each: windows that are drawn,
-or layers without positions. Each model is trained by `dilated-attention train` with as many operations
-(:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over 8,192 tokens takes in N steps,
-in stages of 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
+grow with the position, and the others have windows of 128, in three of four steps of 8. The far layers of a hybrid
+are dense or dilated, or choose 8 blocks of 64 keys by content. Three more hybrids differ in one part each: windows of
+128 in all steps, of 8 in all steps, or rotary positions in the far layers. Each model is trained by
+`dilated-attention train` with as many operations (:mod:`.estimate.flops`: matrices per token, attention per pair) as
+dense attention over 8,192 tokens takes in N steps, in stages of 128, 1,024, 4,096 and 8,192 tokens, and evaluated by
+`dilated-attention eval`.
 
 Two texts. "code": all Python source of a package, a text per folder, at least 32 KiB; often one file is made of parts
 of another; tokens of a byte-level BPE trained on it. "made": pairs of a key and a value, a token each; a text gives
@@ -37,7 +38,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from dilated_attention_pytorch import Pattern, attend
+from dilated_attention_pytorch import DilatedPattern, Pattern, attend
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, causal_lm
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
@@ -75,7 +76,7 @@ class Hybrids(Study):
     """The text to train on; default: both, one after the other."""
     length: int = 8192
     """Tokens of a text. The patterns are those for 8,192, scaled."""
-    steps: int = 500
+    steps: int = 600
     """Steps of dense attention over 8,192 tokens; the others take its operations."""
     only: tuple[str, ...] = ()
     """Names of the contestants to train; default: all."""
@@ -142,7 +143,9 @@ class ContentAttention(nn.Module):
         super().__init__()
         assert config.num_kv_heads is not None
         far = [pattern_from_expression(one) for one in config.layer_patterns[2::3]]
-        head_dim, size = config.embed_dim // config.num_heads, config.layer_scale_lengths[-1] // 16
+        head_dim = config.embed_dim // config.num_heads
+        assert isinstance(far[0], DilatedPattern)
+        size = far[0].segment_lengths[0] // (2 * BLOCKS - 1)  # of the first of `stand_ins`
         self.choosing = nn.ModuleDict(
             {
                 str(index): AdaptiveBlockAttention(
@@ -176,12 +179,13 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
     short = length // 8
     first, second = stand_ins(length)
     dense, near = f"DilatedPattern([{length}], [1])", f"local_window({length // 64 - 1})"
-    drawn = (max(0, length // 1024 - 1), length // 64 - 1)
+    nearest = max(0, length // 1024 - 1)
+    drawn = (nearest, nearest, nearest, length // 64 - 1)
     dilated = f"{near} + DilatedPattern([{length // 4}, {length}], [2, 4]{{}})"
     longnet = (f"DilatedPattern([{short}, {2 * short}, {length}], [1, 2, 4])",)
     mixed = {"head_gates": True, "key_convolution": 3}
     far = {**mixed, "rope_theta": FAR_THETA}
-    hybrid = {**mixed, "layer_rope_thetas": (1e4, 1e4, 0.0), "layer_scale_lengths": (0, 0, short)}
+    hybrid = {**mixed, "layer_rope_thetas": (1e4, 1e4, 0.0), "layer_scale_lengths": (0, 0, length // 64)}
     return {
         DENSE: Contestant((dense,), far, has_more_seeds=True),
         "dense, 1,024": Contestant((f"DilatedPattern([{short}], [1])",), mixed, is_short=True),
@@ -199,7 +203,10 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
             drawn,
             has_more_seeds=True,
         ),
-        "hybrid, dense far, same windows": Contestant((near, near, dense), hybrid),
+        "hybrid, dense far, windows of 128": Contestant((near, near, dense), hybrid),
+        "hybrid, dense far, windows of 8": Contestant(
+            (f"local_window({nearest})", f"local_window({nearest})", dense), hybrid
+        ),
         "hybrid, dense far, rotary": Contestant(
             (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}, drawn
         ),
@@ -262,10 +269,8 @@ def vocab_of(text: Text, given: Hybrids) -> int:
 def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -> TrainSettings:
     """Settings with as many steps as match the operations of dense attention in ``--steps``."""
 
-    short, stages = given.length // 8, (given.length // 8, given.length // 2, given.length)
-
     def settings(one: Contestant, steps: int) -> TrainSettings:
-        length = short if one.is_short else given.length
+        length = given.length // 8 if one.is_short else given.length
         windows = given.length // length
         model = LongNetConfig(
             vocab_size=vocab_of(text, given),
@@ -275,8 +280,14 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             layer_patterns=one.patterns,
             **one.fields,
         )
-        # Most steps use short windows: copying is learnt in them first, since a step has more texts.
-        lengths = () if one.is_short else stages
+        # Copying is learnt in short windows, where a key is one of few. The shortest have half of the tokens.
+        stages = StageSettings(
+            lengths=(given.length // 64, given.length // 8, given.length // 2, given.length),
+            windows=(32, 8, 2, 1),
+            fractions=(0.35, 0.35, 0.15, 0.15),
+        )
+        if one.is_short:
+            stages = StageSettings(lengths=(length // 8, length), windows=(4, 1), fractions=(0.35, 0.65))
         return TrainSettings(
             model=model,
             data=(given.folder / text / "texts.jsonl",),
@@ -284,13 +295,14 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             cache=given.folder / "cache",
             context_length=length,
             batch_size=windows,
-            stages=StageSettings(lengths=lengths, fractions=(0.6, 0.2, 0.2)[: len(lengths)]),
+            stages=stages,
             random_local_windows=one.drawn,
             steps=steps,
             learning_rate=3e-3,
             muon_learning_rate=0.03,
-            # Constant until the last fifth: what is learnt late is learnt at the full rate.
+            # Constant until the last third: what is learnt late is learnt at the full rate.
             schedule="wsd",
+            decay_fraction=0.3,
             warmup_fraction=0.05,
             seed=seed,
             threads=torch.get_num_threads(),
