@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch import DilatedPattern, Pattern, attend
 from dilated_attention_pytorch.benchmarks.results import module_command, origin, write_json
+from dilated_attention_pytorch.estimate.flops import longnet_flops, training_flops
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, causal_lm
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.output import replacing
@@ -50,7 +51,6 @@ from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import StageSettings
 
-from .length import flops_of, held_out_curve, slug
 from .measured_code import code
 from .study import Study, run
 from .study_texts import folder_texts, prepare
@@ -76,7 +76,7 @@ class Hybrids(Study):
     """The text to train on; default: both, one after the other."""
     length: int = 8192
     """Tokens of a text. The patterns are those for 8,192, scaled."""
-    steps: int = 600
+    steps: int = 700
     """Steps of dense attention over 8,192 tokens; the others take its operations."""
     only: tuple[str, ...] = ()
     """Names of the contestants to train; default: all."""
@@ -284,10 +284,10 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
         stages = StageSettings(
             lengths=(given.length // 64, given.length // 8, given.length // 2, given.length),
             windows=(32, 8, 2, 1),
-            fractions=(0.35, 0.35, 0.15, 0.15),
+            fractions=(0.5, 0.25, 0.125, 0.125),
         )
         if one.is_short:
-            stages = StageSettings(lengths=(length // 8, length), windows=(4, 1), fractions=(0.35, 0.65))
+            stages = StageSettings(lengths=(length // 8, length), windows=(4, 1), fractions=(0.5, 0.5))
         return TrainSettings(
             model=model,
             data=(given.folder / text / "texts.jsonl",),
@@ -299,7 +299,7 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             random_local_windows=one.drawn,
             steps=steps,
             learning_rate=3e-3,
-            muon_learning_rate=0.03,
+            muon_learning_rate=0.02,
             # Constant until the last third: what is learnt late is learnt at the full rate.
             schedule="wsd",
             decay_fraction=0.3,
@@ -320,6 +320,27 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
     budget = flops_of(settings(contestants(given.length)[DENSE], given.steps))
     a_thousand = settings(contestant, 1000)
     return settings(contestant, max(3, round(1000 * budget / flops_of(a_thousand))))
+
+
+def flops_of(settings: TrainSettings, step: int | None = None) -> int:
+    """Operations of a run, or of its first steps."""
+    steps = settings.steps if step is None else step
+    return settings.batch_size * training_flops(longnet_flops(settings.model), settings.stages_by_step, steps)
+
+
+def slug(name: str) -> str:
+    """Folder name of a contestant."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name.replace(",", "").lower())
+
+
+def held_out_curve(run: Path, settings: TrainSettings) -> list[tuple[int, float]]:
+    """Operations and held-out bits per byte, for windows of the training length, at every evaluation."""
+    points = []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "eval_bits_per_byte" in entry:
+            points.append((flops_of(settings, entry["step"]), entry["eval_bits_per_byte"]))
+    return points
 
 
 @contextmanager

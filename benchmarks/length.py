@@ -18,7 +18,6 @@ finish writes the results.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rich.console import Console
 
-from dilated_attention_pytorch.estimate.flops import longnet_flops, training_flops
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.output import replacing
 from dilated_attention_pytorch.training import TrainSettings, train
@@ -35,6 +33,7 @@ from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import StageSettings
 
+from .hybrids import flops_of, held_out_curve, slug
 from .measured_code import digest
 from .study import Study, run
 from .study_texts import folder_texts, prepare
@@ -144,12 +143,6 @@ def settings_of(contestant: Contestant, texts: Path, tokenizer: Path, given: Len
     return settings(contestant, max(len(contestant.stages) or 1, round(1000 * budget / flops_of(a_thousand))))
 
 
-def flops_of(settings: TrainSettings, step: int | None = None) -> int:
-    """Operations of a run, or of its first steps."""
-    steps = settings.steps if step is None else step
-    return settings.batch_size * training_flops(longnet_flops(settings.model), settings.stages_by_step, steps)
-
-
 def trained(name: str, settings: TrainSettings, given: Length) -> None:
     """Train a contestant, or continue its training, and evaluate it."""
     folder, console = given.folder / slug(name), Console()
@@ -162,21 +155,6 @@ def trained(name: str, settings: TrainSettings, given: Length) -> None:
             threads=torch.get_num_threads(),
         )
         evaluate_model(str(folder), told, None, console)
-
-
-def slug(name: str) -> str:
-    """Folder name of a contestant."""
-    return "".join(letter if letter.isalnum() else "-" for letter in name.replace(",", "").lower())
-
-
-def held_out_curve(run: Path, settings: TrainSettings) -> list[tuple[int, float]]:
-    """Operations and held-out bits per byte, for windows of the training length, at every evaluation."""
-    points = []
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        if "eval_bits_per_byte" in entry:
-            points.append((flops_of(settings, entry["step"]), entry["eval_bits_per_byte"]))
-    return points
 
 
 def collect(chosen: dict[str, TrainSettings], folder: Path) -> list[dict[str, Any]]:
