@@ -2,15 +2,15 @@
 
     python -m benchmarks.hybrids [--steps N] [--only NAME ...] [--text code|made] [--seeds N ...]
 
-Models of 6 layers and 3.4 million weights, with gates and a convolution of 3 over keys, differ in the patterns of their
-layers: dense attention over 8,192 tokens, or in windows of 1,024; a local window of 128 or 1,024; LongNet's segments,
-with and without a window; and hybrids, in which every third layer looks far, without positions and with scores that
-grow with the position, and the others have windows of 128, in three of four steps of 8. The far layers of a hybrid
-are dense or dilated, or choose 8 blocks of 64 keys by content. Three more hybrids differ in one part each: windows of
-128 in all steps, of 8 in all steps, or rotary positions in the far layers. Each model is trained by
-`dilated-attention train` with as many operations (:mod:`.estimate.flops`: matrices per token, attention per pair) as
-dense attention over 8,192 tokens takes in N steps, in stages of 128, 1,024, 4,096 and 8,192 tokens, and evaluated by
-`dilated-attention eval`.
+Models of 6 layers, with gates and a convolution of 3 over keys, have 3.4 million weights, or 2.8 million for the text
+"made", whose vocabulary is smaller. They differ in the patterns of their layers: dense attention over 8,192 tokens, or
+in windows of 1,024; a local window of 128 or 1,024; LongNet's segments, with and without a window; and hybrids, in
+which every third layer looks far, without positions and with scores that grow with the position, and the others have
+windows of 128, in three of four steps of 8. The far layers of a hybrid are dense or dilated, or choose 8 blocks of 64
+keys by content. Three more hybrids differ in one part each: windows of 128 in all steps, of 8 in all steps, or rotary
+positions in the far layers. Each model is trained by `dilated-attention train` with as many operations
+(:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over 8,192 tokens takes in N steps,
+in stages of 128, 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
 
 Two texts. "code": all Python source of a package, a text per folder, at least 32 KiB; often one file is made of parts
 of another; tokens of a byte-level BPE trained on it. "made": pairs of a key and a value, a token each; a text gives
@@ -280,7 +280,7 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             layer_patterns=one.patterns,
             **one.fields,
         )
-        # Copying is learnt in short windows, where a key is one of few. The shortest have half of the tokens.
+        # Copying is learnt where a key is one of few. A step with the shortest windows has half as many tokens.
         stages = StageSettings(
             lengths=(given.length // 64, given.length // 8, given.length // 2, given.length),
             windows=(32, 8, 2, 1),
@@ -300,7 +300,7 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
             steps=steps,
             learning_rate=3e-3,
             muon_learning_rate=0.02,
-            # Constant until the last third: what is learnt late is learnt at the full rate.
+            # Constant for 70 % of the steps: what is learnt late is learnt at the full rate.
             schedule="wsd",
             decay_fraction=0.3,
             warmup_fraction=0.05,
@@ -319,7 +319,7 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
 
     budget = flops_of(settings(contestants(given.length)[DENSE], given.steps))
     a_thousand = settings(contestant, 1000)
-    return settings(contestant, max(3, round(1000 * budget / flops_of(a_thousand))))
+    return settings(contestant, round(1000 * budget / flops_of(a_thousand)))
 
 
 def flops_of(settings: TrainSettings, step: int | None = None) -> int:
