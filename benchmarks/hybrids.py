@@ -2,12 +2,12 @@
 
     python -m benchmarks.hybrids [--steps N] [--only NAME ...] [--text code|made] [--seeds N ...]
 
-Models of 6 layers, with gates and a convolution of 3 over keys, have 3.4 million weights, or 2.8 million for the text
+Models of 6 layers, with a convolution of 3 over keys, have 3.4 million weights, or 2.8 million for the text
 "made", whose vocabulary is smaller. They differ in the patterns of their layers: dense attention over 8,192 tokens, or
 in windows of 1,024; a local window of 128 or 1,024; LongNet's segments, with and without a window; and hybrids, in
 which every third layer looks far, without positions and with scores that grow with the position, and the others have
 windows of 128, in three of four steps of 8. The far layers of a hybrid are dense or dilated, or choose 8 blocks of 64
-keys by content. Three more hybrids differ in one part each: windows of 128 in all steps, of 8 in all steps, or rotary
+keys by content. Three more hybrids differ in one part each: windows of 128 in all steps, a gate per head, or rotary
 positions in the far layers. Each model is trained by `dilated-attention train` with as many operations
 (:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over 8,192 tokens takes in N steps,
 in stages of 128, 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
@@ -183,7 +183,7 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
     drawn = (nearest, nearest, nearest, length // 64 - 1)
     dilated = f"{near} + DilatedPattern([{length // 4}, {length}], [2, 4]{{}})"
     longnet = (f"DilatedPattern([{short}, {2 * short}, {length}], [1, 2, 4])",)
-    mixed = {"head_gates": True, "key_convolution": 3}
+    mixed = {"key_convolution": 3}
     far = {**mixed, "rope_theta": FAR_THETA}
     hybrid = {**mixed, "layer_rope_thetas": (1e4, 1e4, 0.0), "layer_scale_lengths": (0, 0, length // 64)}
     return {
@@ -204,9 +204,7 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
             has_more_seeds=True,
         ),
         "hybrid, dense far, windows of 128": Contestant((near, near, dense), hybrid),
-        "hybrid, dense far, windows of 8": Contestant(
-            (f"local_window({nearest})", f"local_window({nearest})", dense), hybrid
-        ),
+        "hybrid, dense far, head gates": Contestant((near, near, dense), {**hybrid, "head_gates": True}, drawn),
         "hybrid, dense far, rotary": Contestant(
             (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}, drawn
         ),

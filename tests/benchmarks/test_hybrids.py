@@ -37,7 +37,8 @@ def test_every_contestant_takes_the_same_operations() -> None:
     settings = [settings_of(one, "code", 0, GIVEN) for one in contestants(512).values()]
     flops = [flops_of(one) for one in settings]
     assert max(flops) < 1.005 * min(flops)
-    assert len({one.model.num_parameters for one in settings}) == 2  # LongNet as published has no gates
+    # "LongNet, as published" has no convolution, and one of the hybrids has gates.
+    assert len({one.model.num_parameters for one in settings}) == 3
 
 
 def test_a_key_of_a_made_text_has_one_value_and_comes_again_at_known_distances() -> None:
