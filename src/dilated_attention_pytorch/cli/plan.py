@@ -59,7 +59,7 @@ class PlanCommand(TrainSettings):
     """
 
     preset: str = "auto"
-    """Starting values: tiny, cpu, hybrid, gpu or gpu-large. See train. Default: gpu with a CUDA device, else cpu."""
+    """Starting values: tiny, hybrid, cpu, gpu or gpu-large, and the default: see train."""
     config: Path | None = None
     """TOML file of settings, see train."""
     purpose: Annotated[Literal["training", "forward", "generation"], tyro.conf.arg(name="for")] = "training"

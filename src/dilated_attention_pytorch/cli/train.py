@@ -13,6 +13,7 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.training import PRESETS, Outcome, RunError, TrainSettings
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
 from dilated_attention_pytorch.training.spreading import ON_FAULTS, SPREADING
+from dilated_attention_pytorch.training.stages import StageSettings
 
 from .stopping import check_resume_alone, is_auto, leave_at_once, stopped, word_after
 
@@ -46,10 +47,11 @@ class Train(TrainSettings):
     """
 
     preset: str = "auto"
-    """Starting values: tiny, cpu, hybrid, gpu or gpu-large; other flags override them. cpu: minutes on two cores.
-    hybrid: 2.7 million parameters, every third layer sees all. gpu: 100 million, 32,768 bytes of context. gpu-large:
-    730 million, 65,536 bytes. tiny: seconds. --help after --preset shows its values. Default: gpu if there is a CUDA
-    device, else cpu."""
+    """Starting values: tiny, hybrid, cpu, gpu or gpu-large; other flags override them. hybrid: 2.7 million parameters,
+    every third layer sees all. cpu: LongNet's segments in all layers, 1.7 million. gpu: 100 million, 32,768 bytes of
+    context. gpu-large: 730 million, 65,536 bytes. tiny: seconds. --help after --preset shows its values. Default: gpu
+    if there is a CUDA device, else hybrid; cpu with --init-from, --packing documents, or flags for the model's segments
+    or patterns."""
     output: Path = Path("runs/longnet")
     """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None
@@ -109,12 +111,7 @@ def defaults_of(argv: Sequence[str]) -> Train:
     name = word_after("--preset", argv) or named
     if name not in (*PRESETS, "auto"):
         raise RunError(f"--preset {name}: there is no such preset; choose one of auto, {', '.join(PRESETS)}")
-    chosen = name
-    if name == "auto":
-        import torch
-
-        chosen = "gpu" if torch.cuda.is_available() else "cpu"
-    settings = PRESETS[chosen]()
+    settings = _with_given_lengths(PRESETS[_preset_for(argv, values) if name == "auto" else name](), argv, values)
     fields = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
     fields |= _of_named_folders(settings, argv, values)
     try:
@@ -122,6 +119,41 @@ def defaults_of(argv: Sequence[str]) -> Train:
     except ValueError as error:  # of a path that is not text, or of a vocabulary without its tokenizer
         raise RunError(str(error)) from error
     return with_values(defaults, values, Path(file or "."))
+
+
+def _given(name: str, argv: Sequence[str], values: Mapping[str, Any]) -> Any:
+    """A setting as a flag or the file of ``--config`` gives it, by its name with dots; None if neither does."""
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return word_after(f"--{name.replace('_', '-')}", argv) or values
+
+
+def _preset_for(argv: Sequence[str], values: Mapping[str, Any]) -> str:
+    """The preset of a run that names none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "gpu"
+    has_own_patterns = any(_given(name, argv, values) for name in _WITH_PATTERNS)
+    return "cpu" if has_own_patterns or _given("packing", argv, values) == "documents" else "hybrid"
+
+
+_WITH_PATTERNS = (
+    "init_from",
+    *(f"model.{name}" for name in ("segment_lengths", "dilation_rates", "layer_segment_shifts", "layer_patterns")),
+)
+"""Settings with which a model has other patterns than those of a preset."""
+
+
+def _with_given_lengths(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> TrainSettings:
+    """The settings of a preset, with stages that end at the context length of the command; none if it has its own."""
+    if _given("stages.lengths", argv, values):
+        return dataclasses.replace(settings, stages=StageSettings())
+    given = str(_given("context_length", argv, values))
+    if not settings.stages.lengths or not given.isdecimal() or int(given) < 8:
+        return settings
+    stages = settings.stages.ending_at(int(given))
+    return dataclasses.replace(settings, context_length=int(given), stages=stages)
 
 
 def _of_named_folders(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:

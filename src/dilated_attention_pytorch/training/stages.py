@@ -115,6 +115,26 @@ class StageSettings:
                 raise ValueError(f"stages.patterns: {pattern!r}: {error}") from error
         return tuple(tuple(map(config.pattern, range(model.num_layers))) for config in configs)
 
+    def ending_at(self, context_length: int) -> StageSettings:
+        """The stages with a last one of ``context_length``: shorter ones as they are, for the same parts of a batch.
+
+        >>> stages = StageSettings(lengths=(512, 2048, 8192), windows=(8, 4, 1), fractions=(0.3, 0.3, 0.4))
+        >>> [(one.lengths, one.windows) for one in map(stages.ending_at, (16384, 2048, 512))]
+        [((512, 2048, 16384), (16, 8, 1)), ((512, 2048), (2, 1)), ((), ())]
+        """
+        shorter = sum(length < context_length for length in self.lengths[:-1])
+        if not shorter:
+            return StageSettings()
+        factor = Fraction(context_length, self.lengths[-1])
+        fields = {name: (*values[:shorter], values[-1]) for name, values in asdict(self).items() if values}
+        fields["lengths"] = (*self.lengths[:shorter], context_length)
+        if self.fractions:
+            fields["fractions"] = (*self.fractions[:shorter], sum(self.fractions[shorter:]))
+        if self.windows:
+            scaled = (max(1, int(factor * windows)) for windows in self.windows[:shorter])
+            fields["windows"] = (*scaled, self.windows[-1])
+        return StageSettings(**fields)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""
         return {name: list(values) for name, values in asdict(self).items()}
