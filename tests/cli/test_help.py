@@ -51,7 +51,7 @@ def test_the_file_is_what_the_commands_say() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_all_flags_of_the_parser_are_on_the_page_of_all(command: str) -> None:
-    default = defaults_for(command, ["--preset", "cpu"])
+    default = defaults_for(command, ["--preset", "hybrid"])
     parsed = io.StringIO()
     with contextlib.redirect_stdout(parsed), pytest.raises(SystemExit):
         tyro.cli(COMMANDS[command], args=["--help"], **({} if default is None else {"default": default}))

@@ -53,7 +53,7 @@ def flags_by_shape() -> list[list[tuple[str, str]]]:
 def unchecked(command: str, *names: str) -> type:
     """A class with the arguments of a command and its flags ``names``, which accepts all values of their types."""
     fields: list[Any] = []
-    for field in _fields(COMMANDS[command], defaults_for(command, ["--preset", "cpu"])):
+    for field in _fields(COMMANDS[command], defaults_for(command, ["--preset", "hybrid"])):
         name = f"--{field.name}" if field.is_positional else _flag(field)["name"]
         if field.is_positional or name in names:
             hint = Annotated[field.hint, tyro.conf.arg(name=name.removeprefix("--"))]

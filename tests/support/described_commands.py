@@ -127,7 +127,7 @@ def describe() -> dict[str, Any]:
 
 def _command(name: str, command: type) -> dict[str, Any]:
     summary, explanation, examples = _docstring(inspect.getdoc(command) or "")
-    fields = list(_fields(command, defaults_for(name, ["--preset", "cpu"])))
+    fields = list(_fields(command, defaults_for(name, ["--preset", "hybrid"])))
     flags = [_flag(field) for field in fields if not field.is_positional]
     return {
         "summary": summary,

@@ -6,9 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dilated_attention_pytorch.cli.command import _parse
 from dilated_attention_pytorch.cli.train import defaults_of
 from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, TrainSettings, train
 from dilated_attention_pytorch.training.configuration import (
@@ -101,3 +104,66 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> 
     assert command.model == dataclasses.replace(tiny.model, num_layers=3)
     assert command.context_length == tiny.context_length
     assert defaults_of([f"--config={file}", "--preset", "cpu"]).context_length == PRESETS["cpu"]().context_length
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "preset"),
+    [
+        ("", "", "hybrid"),
+        ("--model.num-layers 12 --data-weights 1", "", "hybrid"),
+        ("--preset cpu", 'preset = "hybrid"', "cpu"),
+        ("", 'preset = "cpu"', "cpu"),
+        ("--packing documents", "", "cpu"),
+        ("", 'packing = "documents"', "cpu"),
+        ("--packing windows", "", "hybrid"),
+        ("--model.segment-lengths 512 --model.dilation-rates 1", "", "cpu"),
+        ("--model.layer-patterns=local_window(63)", "", "cpu"),
+        ("", "[model]\nsegment_lengths = [512]\ndilation_rates = [1]", "cpu"),
+    ],
+)
+def test_the_preset_of_a_cpu_gives_way_to_flags_that_it_cannot_have(
+    words: str, file: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    argv = words.split()
+    if file:
+        (tmp_path / "my.toml").write_text(file)
+        argv += ["--config", str(tmp_path / "my.toml")]
+    chosen = defaults_of(argv)
+    assert chosen.muon_learning_rate == PRESETS[preset]().muon_learning_rate
+    assert bool(chosen.stages.lengths) == (preset == "hybrid")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert defaults_of([]).model == PRESETS["gpu"]().model
+
+
+@pytest.mark.parametrize(
+    ("words", "context_length", "lengths", "windows", "fractions"),
+    [
+        ("", 8192, (512, 2048, 8192), (8, 4, 1), (0.35, 0.35, 0.3)),
+        ("--context-length 32768", 32768, (512, 2048, 32768), (32, 16, 1), (0.35, 0.35, 0.3)),
+        ("--context-length=2048", 2048, (512, 2048), (2, 1), (0.35, 0.65)),
+        ("--context-length 512", 512, (), (), ()),
+        ("--stages.lengths 1024 8192", 8192, (), (), ()),
+    ],
+)
+def test_stages_of_a_preset_end_at_the_context_length(
+    words: str,
+    context_length: int,
+    lengths: tuple[int, ...],
+    windows: tuple[int, ...],
+    fractions: tuple[float, ...],
+    tmp_path: Path,
+) -> None:
+    chosen = defaults_of(["--preset", "hybrid", *words.split()])
+    assert (chosen.context_length, chosen.stages.lengths, chosen.stages.windows) == (context_length, lengths, windows)
+    assert chosen.stages.fractions == pytest.approx(fractions)
+    file = tmp_path / "my.toml"
+    file.write_text(f'preset = "hybrid"\ncontext_length = {context_length}\n')
+    if "stages" not in words:
+        assert defaults_of(["--config", str(file)]).stages == chosen.stages
+
+
+def test_stages_of_a_command_replace_those_of_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text('preset = "hybrid"\n[stages]\nlengths = [1024, 8192]\n')
+    for line in ("--preset hybrid --stages.lengths 1024 8192", f"--config {tmp_path / 'my.toml'}"):
+        assert _parse(["train", *line.split()]).stages == StageSettings(lengths=(1024, 8192))

@@ -123,9 +123,10 @@ def defaults_of(argv: Sequence[str]) -> Train:
 
 def _given(name: str, argv: Sequence[str], values: Mapping[str, Any]) -> Any:
     """A setting as a flag or the file of ``--config`` gives it, by its name with dots; None if neither does."""
+    found: Any = values
     for part in name.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return word_after(f"--{name.replace('_', '-')}", argv) or values
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return word_after(f"--{name.replace('_', '-')}", argv) or found
 
 
 def _preset_for(argv: Sequence[str], values: Mapping[str, Any]) -> str:
