@@ -320,6 +320,15 @@ def hybrids_made(values: Values) -> str:
     return markdown(head, rows)
 
 
+def presets(values: Values) -> str:
+    """Bits per byte of presets by the bytes read."""
+    rows = []
+    for one in values["results"]:
+        cells = (f"{one['bits_per_byte'][str(length)]:.3f}" for length in LENGTHS)
+        rows.append((f"`{one['preset']}`", f"{one['parameters'] / 1e6:.1f} M", f"{one['steps']}", *cells))
+    return markdown(("preset", "parameters", "steps", *(f"reading {one:,}" for one in LENGTHS)), rows)
+
+
 def with_spread(values: Sequence[float]) -> str:
     """The mean, with half of the range if there are several."""
     spread = f" ± {(max(values) - min(values)) / 2:.4f}" if len(values) > 1 else ""
@@ -345,6 +354,7 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "parallel-memory": ("parallel.json#memory", parallel_memory),
     "parallel-balance": ("parallel.json#balance", parallel_balance),
     "planner": ("planner.json", planner),
+    "presets": ("presets.json", presets),
     "scale-plan": ("parallel.json#billion", scale_plan),
 }
 """File of results, with its section, and what writes the table."""
