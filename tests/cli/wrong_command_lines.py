@@ -86,7 +86,7 @@ TABLE: dict[str, list[Row]] = {
         Row("train --config {toml} --output {}/new", "data = [1]: item 0 of tuple is not an instance of pathlib.Path", toml="data = [1]"),
         Row("train --config {toml} --output {}/new", "model = 5: int is not an instance of", toml="model = 5"),
         Row("train --config {toml} --output {}/new", "there is no setting model.embed_dims; did you mean model.embed_dim?", toml="[model]\nembed_dims = 64"),
-        Row("train --config {toml} --output {}/new", "model.num_heads must divide embed_dim", toml="[model]\nnum_heads = 3"),
+        Row("train --config {toml} --output {}/new", "model.num_heads must divide embed_dim", toml="[model]\nembed_dim = 100"),
         Row("train --config {toml} --output {}/new", "model.segment_lengths and dilation_rates", toml="[model]\nsegment_lengths = [8, 16]"),
         Row("train --config {toml} --output {}/new", "learning_rate must be a finite number, got nan", toml="learning_rate = nan"),
         Row("train --config {}/nothing --output {}/new", "--config {}/nothing: there is no such file"),

@@ -118,6 +118,9 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> 
         ("--packing windows", "", "hybrid"),
         ("--model.segment-lengths 512 --model.dilation-rates 1", "", "cpu"),
         ("--model.layer-patterns=local_window(63)", "", "cpu"),
+        ("--resume runs/mine --steps 1", "", "cpu"),
+        ("--resume auto", "", "hybrid"),
+        ("--model my/llama", "", "cpu"),
         ("", "[model]\nsegment_lengths = [512]\ndilation_rates = [1]", "cpu"),
     ],
 )

@@ -130,13 +130,20 @@ def _given(name: str, argv: Sequence[str], values: Mapping[str, Any]) -> Any:
 
 
 def _preset_for(argv: Sequence[str], values: Mapping[str, Any]) -> str:
-    """The preset of a run that names none."""
+    """The preset of a run that names none.
+
+    The preset `hybrid` has stages and local windows, which not every model, packing and number of steps can have. Of
+    one that is resumed, or planned for a model of transformers, only the flags are read.
+    """
     import torch
 
     if torch.cuda.is_available():
         return "gpu"
-    has_own_patterns = any(_given(name, argv, values) for name in _WITH_PATTERNS)
-    return "cpu" if has_own_patterns or _given("packing", argv, values) == "documents" else "hybrid"
+    resumed = word_after("--resume", argv)
+    is_other_run = resumed is not None and not is_auto(Path(resumed))
+    is_other_model = word_after("--model", argv) is not None or any(_given(one, argv, values) for one in _WITH_PATTERNS)
+    is_packed = _given("packing", argv, values) == "documents"
+    return "cpu" if is_other_run or is_other_model or is_packed else "hybrid"
 
 
 _WITH_PATTERNS = (
