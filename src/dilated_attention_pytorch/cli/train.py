@@ -111,9 +111,9 @@ def defaults_of(argv: Sequence[str]) -> Train:
     name = word_after("--preset", argv) or named
     if name not in (*PRESETS, "auto"):
         raise RunError(f"--preset {name}: there is no such preset; choose one of auto, {', '.join(PRESETS)}")
-    settings = _with_given_lengths(PRESETS[_preset_for(argv, values) if name == "auto" else name](), argv, values)
+    settings = PRESETS[_preset_for(argv, values) if name == "auto" else name]()
     fields = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
-    fields |= _of_named_folders(settings, argv, values)
+    fields |= _of_named_folders(settings, argv, values) | _of_lengths(settings.stages, argv, values)
     try:
         defaults = Train(**fields, preset=name)
     except ValueError as error:  # of a path that is not text, or of a vocabulary without its tokenizer
@@ -153,15 +153,14 @@ _WITH_PATTERNS = (
 """Settings with which a model has other patterns than those of a preset."""
 
 
-def _with_given_lengths(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> TrainSettings:
-    """The settings of a preset, with stages that end at the context length of the command; none if it has its own."""
+def _of_lengths(stages: StageSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that follow from ``--context-length``, at which a preset's stages end, and from ``--stages.lengths``."""
     if _given("stages.lengths", argv, values):
-        return dataclasses.replace(settings, stages=StageSettings())
+        return {"stages": StageSettings()}
     given = str(_given("context_length", argv, values))
-    if not settings.stages.lengths or not given.isdecimal() or int(given) < 8:
-        return settings
-    stages = settings.stages.ending_at(int(given))
-    return dataclasses.replace(settings, context_length=int(given), stages=stages)
+    if not stages.lengths or not given.isdecimal():
+        return {}
+    return {"context_length": int(given), "stages": stages.ending_at(int(given))}
 
 
 def _of_named_folders(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
