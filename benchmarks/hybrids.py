@@ -2,7 +2,7 @@
 
     python -m benchmarks.hybrids [--steps N] [--only NAME ...] [--text code|made] [--seeds N ...]
 
-Models of 6 layers, with a convolution of 3 over keys, have 3.4 million weights, or 2.8 million for the text
+Models of 6 layers, with a convolution of 3 over keys, have 3.7 million weights, or 3.1 million for the text
 "made", whose vocabulary is smaller. They differ in the patterns of their layers: dense attention over 8,192 tokens, or
 in windows of 1,024; a local window of 128 or 1,024; LongNet's segments, with and without a window; and hybrids, in
 which every third layer looks far, without positions and with scores that grow with the position, and the others have
@@ -273,6 +273,7 @@ def settings_of(contestant: Contestant, text: Text, seed: int, given: Hybrids) -
         model = LongNetConfig(
             vocab_size=vocab_of(text, given),
             embed_dim=given.width,
+            ffn_dim=3 * given.width,
             num_layers=LAYERS,
             num_heads=HEADS,
             layer_patterns=one.patterns,
