@@ -3,10 +3,10 @@
     python -m benchmarks.long_context
 
 A Llama of 4.3 million parameters is trained on Python source in windows of 1,024 tokens by transformers' Trainer, with
-dense attention. Then ``dilated-attention extend`` extends it to 4 and 8 times that length: with dense attention; with
-the candidates among which ``extend`` chooses, and with the choice itself; and with blocks of keys chosen by content in
-all layers. For the last, which no pattern describes, this process computes the attention: a block of queries sees its
-own block of keys and those whose mean key has the highest score with the mean query, as many pairs as a window.
+dense attention. Then ``dilated-attention extend`` extends it to 4 and 8 times that length: with the candidate that
+``extend`` chooses, and with each of the others; with dense attention; and with blocks of keys chosen by content in all
+layers. For the last, which no pattern describes, this process computes the attention: a block of queries sees its own
+block of keys and those whose mean key has the highest score with the mean query, as many pairs as a window.
 
 A text is the source of one model of transformers, file after file; files repeat parts of each other. The same command
 resumes a training where it stopped.
@@ -17,9 +17,10 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ from dilated_attention_pytorch.integrations import register
 from dilated_attention_pytorch.integrations.transformers.layers import note_attended, note_own
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.ops import attend_blocks
+from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import ExtensionSettings, extend, resume_extension
 from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
 from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.windows import EvaluationWindows, TrainingWindows, evenly_spread
 from dilated_attention_pytorch.training.evaluation import binned, draw_positions
 from dilated_attention_pytorch.training.manifest import read_json
-from dilated_attention_pytorch.training.pattern_choice import dense, segments, window
+from dilated_attention_pytorch.training.pattern_choice import dense
 from dilated_attention_pytorch.training.pretrained import load_tokenizer, tokenized
 
 from .measured_code import digest
@@ -223,16 +225,15 @@ def extended(settings: ExtensionSettings, folder: Path) -> dict[str, Any]:
     return record
 
 
-def patterns_of(given: LongContext, length: int) -> dict[str, str]:
-    """Patterns for all layers, by name; empty for the choice of ``extend``."""
-    heads = given.width // 32
-    return {
-        "dense": dense(length),
-        "chosen": "",
-        "segments": segments(given.short, length, heads),
-        "windows and first tokens": window(given.short),
-        CONTENT: content_stand_in(given.short),
-    }
+def fixed_patterns(given: LongContext, length: int) -> dict[str, tuple[str, ...]]:
+    """Patterns that are not among the candidates of ``extend``, by name."""
+    return {"dense in all layers": (dense(length),), CONTENT: (content_stand_in(given.short),)}
+
+
+def density(patterns: Sequence[str], length: int, num_heads: int) -> float:
+    """Fraction of the pairs of dense attention, over the layers."""
+    found = [pattern_from_expression(one) for one in patterns]
+    return mean(one.density(length, num_kv_heads=num_heads, is_causal=True) for one in found)
 
 
 def draw(records: dict[str, Any], file: Path) -> None:
@@ -253,27 +254,31 @@ def measure(given: LongContext) -> dict[str, Any]:
     longest = given.short * max(given.factors)
     records: dict[int, dict[str, Any]] = {}
     for length in sorted(given.short * factor for factor in given.factors):
-        todo = patterns_of(given, length)
-        for name, text in todo.items():
-            settings = ExtensionSettings(
-                model=str(folder / "short"),
-                data=(texts,),
-                context_length=length,
-                pattern=text,
-                steps=given.steps,
-                batch_tokens=longest,
-                learning_rate=5e-4,
-                seed=given.seed,
-                precision="float32",
-                eval_steps=given.steps,
-                eval_windows=1,
-                save_steps=max(1, given.steps // 4),
-                final_eval_windows=given.windows * longest // length,
-            )
+        open_settings = ExtensionSettings(
+            model=str(folder / "short"),
+            data=(texts,),
+            context_length=length,
+            steps=given.steps,
+            batch_tokens=longest,
+            learning_rate=5e-4,
+            seed=given.seed,
+            precision="float32",
+            eval_steps=given.steps,
+            eval_windows=1,
+            save_steps=max(1, given.steps // 4),
+            final_eval_windows=given.windows * longest // length,
+        )
+        chosen = extended(open_settings, folder / f"{length}-chosen")
+        found = records[length] = {chosen["candidates"][0]["name"]: chosen}
+        todo = {one["name"]: tuple(one["patterns"]) for one in chosen["candidates"][1:]}
+        for name, patterns in {**todo, **fixed_patterns(given, length)}.items():
             is_content = name == CONTENT
             with blocks_by_content(given.short) if is_content else contextlib.nullcontext():
-                record = extended(settings, folder / f"{length}-{name.replace(' ', '-')}")
-            records.setdefault(length, {})[name] = record
+                own = folder / f"{length}-{name.replace(', ', '-').replace(' ', '-')}"
+                found[name] = extended(open_settings.with_patterns(patterns), own)
+        for name, record in found.items():
+            settings = ExtensionSettings.from_dict(record["settings"])
+            record["density"] = density(settings.patterns, length, given.width // 32)
             for state, measured in record["measured"].items():
                 print(f"{length}, {name}, {state}: {measured['bits_per_byte']}", flush=True)
     draw(records[longest], given.picture)

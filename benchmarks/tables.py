@@ -329,6 +329,21 @@ def presets(values: Values) -> str:
     return markdown(("preset", "parameters", "steps", *(f"reading {one:,}" for one in LENGTHS)), rows)
 
 
+def long_context(values: Values) -> str:
+    """Bits per byte of an extended model by its attention, before and after training."""
+    rows: list[Sequence[str]] = []
+    for length, runs in values["runs"].items():
+        first = next(iter(runs.values()))
+        before = first["measured"]["before"]["bits_per_byte"][length]
+        rows.append((f"{int(length):,}", "dense, positions not scaled", "100 %", f"{before:.3f}", ""))
+        best_first = sorted(runs.items(), key=lambda one: one[1]["measured"]["trained"]["bits_per_byte"][length])
+        for name, run in best_first:
+            bits = (f"{run['measured'][state]['bits_per_byte'][length]:.3f}" for state in ("replaced", "trained"))
+            attention = f"{name} (chosen)" if run is first else name
+            rows.append((f"{int(length):,}", attention, f"{run['density']:.0%}".replace("%", " %"), *bits))
+    return markdown(("tokens read", "attention", "pairs", "before training", "after"), rows)
+
+
 def with_spread(values: Sequence[float]) -> str:
     """The mean, with half of the range if there are several."""
     spread = f" ± {(max(values) - min(values)) / 2:.4f}" if len(values) > 1 else ""

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import pytest
 import torch
-from benchmarks.long_context import BLOCK, LongContext, blocks_by_content, content_stand_in, draw, patterns_of
+from benchmarks.long_context import (
+    BLOCK,
+    CONTENT,
+    LongContext,
+    blocks_by_content,
+    content_stand_in,
+    density,
+    draw,
+    fixed_patterns,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import tables
 from dilated_attention_pytorch.integrations import set_pattern
-from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training.evaluation import binned, draw_positions
+from dilated_attention_pytorch.training.pattern_choice import window
 
 
 def model_with(pattern: str) -> LlamaForCausalLM:
@@ -51,11 +62,26 @@ def test_all_blocks_chosen_are_dense_attention_and_few_are_not() -> None:
     assert not torch.allclose(model(ids).logits, found.logits, atol=1e-2)  # the window, outside the context
 
 
-def test_blocks_by_content_have_about_as_many_pairs_as_the_window_that_stands_for_them() -> None:
-    patterns = {name: pattern_from_expression(text) for name, text in patterns_of(LongContext(), 8192).items() if text}
-    densities = {name: one.density(8192, num_kv_heads=6, is_causal=True) for name, one in patterns.items()}
-    assert densities["dense"] == 1.0
-    assert densities["blocks by content"] == pytest.approx(densities["windows and first tokens"], rel=0.01)
+def test_blocks_by_content_have_about_as_many_pairs_as_the_window_of_extend() -> None:
+    patterns = fixed_patterns(LongContext(), 8192)
+    assert density(patterns["dense in all layers"], 8192, 6) == 1.0
+    assert density(patterns[CONTENT], 8192, 6) == pytest.approx(density((window(1024),), 8192, 6), rel=0.01)
+
+
+def test_the_table_has_the_choice_and_the_others_best_first() -> None:
+    def record(replaced: float, trained: float) -> dict[str, Any]:
+        states = {"before": 3.5, "replaced": replaced, "trained": trained}
+        return {
+            "density": 0.254,
+            "measured": {state: {"bits_per_byte": {"1024": 9.0, "8192": bits}} for state, bits in states.items()},
+        }
+
+    values = {"runs": {"8192": {"segments": record(2.5, 2.4), "dense in some": record(2.6, 2.3)}}}
+    assert tables.long_context(values).splitlines()[2:] == [
+        "| 8,192 | dense, positions not scaled | 100 % | 3.500 | |",
+        "| 8,192 | dense in some | 25 % | 2.600 | 2.300 |",
+        "| 8,192 | segments (chosen) | 25 % | 2.500 | 2.400 |",
+    ]
 
 
 def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:
