@@ -149,7 +149,7 @@ def slide_maps(values: Values) -> str:
 
 
 def training_memory(values: Values) -> str:
-    """Peak and seconds of the first step, by what is recomputed."""
+    """Peak of a step, by what is recomputed."""
     labels = {
         "nothing": "activations of all blocks kept, all logits at once",
         "recomputation": "blocks recomputed",
@@ -161,8 +161,8 @@ def training_memory(values: Values) -> str:
     rows = []
     for point in values["points"]:
         label = labels.get(point["case"], f"the last on {point['tokens']:,} tokens")
-        rows.append((label, f"{point['peak_bytes'] / 1e9:.1f} GB", f"{point['seconds']:.0f}"))
-    return markdown(("", "peak", "seconds of the first step"), rows)
+        rows.append((label, f"{point['peak_bytes'] / 1e9:.1f} GB"))
+    return markdown(("", "peak"), rows)
 
 
 def gpu(values: Values) -> str:

@@ -168,6 +168,16 @@ def test_plans_that_cannot_be_are_refused() -> None:
             plan_run(_settings({}, **changes), processes, sheet_of("V100"))
 
 
+def test_a_plan_of_another_model_does_not_read_the_stages_of_a_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path)
+    line = f"plan --preset hybrid --model {tmp_path} --context-length 16384 --pattern local_window(63) --hardware H200"
+    main(line.split())
+    assert "16,384 tokens in a step" in capsys.readouterr().out
+
+
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     main(["plan", "--preset", "tiny", "--hardware", "RTX 4090", "--precision", "float32", "--output-file", str(file)])

@@ -241,6 +241,7 @@ RULES: dict[str, Pattern] = {
     "a window that looks ahead, beside another": local_window(11, 4) + local_window(3),
     "global tokens": global_tokens(3),
     "global tokens and a window": global_tokens(3) + local_window(9),
+    "global tokens beyond a window": global_tokens(3, beyond=9) + local_window(9),
     "strided blocks": strided_blocks(3, block_size=4),
     "random blocks": random_blocks(0.3, seed=5, block_size=4),
     "levels of blocks": hierarchical(1, levels=3, block_size=4),

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.patterns import SegmentedPattern
 from drawn_shards import ShardedCase, counted_traffic, largest_errors
 from support.oracle import Groups, Rule
 
-RULES = per_head([local_window(30, 9), random_blocks(0.3, seed=4, block_size=8)]) + global_tokens(3)
+RULES = per_head([local_window(30, 9), random_blocks(0.3, seed=4, block_size=8)]) + global_tokens(3, beyond=30)
 PATTERNS = (
     RULES + DilatedPattern([8, 24, 50], [1, 2, 3], segment_shift=[0, 7]),
     strided_blocks(3, block_size=7),

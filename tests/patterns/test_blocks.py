@@ -155,6 +155,8 @@ def test_a_pattern_is_printed_as_the_call_that_makes_it() -> None:
         "local_window(3)",
         "local_window(3, 1)",
         "global_tokens(2)",
+        "global_tokens(1, beyond=0)",
+        "global_tokens(3, beyond=7)",
         "strided_blocks(4, block_size=32)",
         "random_blocks(0.3333333333333333, seed=5, block_size=128)",
         "hierarchical(2, levels=3, factor=2, block_size=128)",
@@ -202,6 +204,8 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: per_head(local_window(1)), TypeError, "put it in a list"),
     (lambda: local_window(2.0), TypeError, "before must be an integer, got 2.0 of type float"),
     (lambda: global_tokens(0), ValueError, "num_tokens must be at least 1 and below 2\\^31, got 0"),
+    (lambda: global_tokens(1, beyond=-1), ValueError, "beyond must be at least 0 and below 2\\^31, got -1"),
+    (lambda: global_tokens(257, beyond=1), ValueError, "num_tokens must be at most 256 with beyond, got 257"),
     (lambda: strided_blocks(0), ValueError, "stride must be at least 1 .*got 0"),
     (lambda: strided_blocks(2, block_size=0), ValueError, "block_size must be at least 1 .*got 0"),
     (lambda: random_blocks(0.0), ValueError, "density must be at least 1/128 and at most 1 .* got 0.0"),
@@ -243,6 +247,20 @@ def test_what_is_wrong_is_said(row: tuple[Callable[[], Any], type[Exception], st
     wrong, error, message = row
     with pytest.raises(error, match=message):
         wrong()
+
+
+@pytest.mark.parametrize("after", [0, 9])
+@pytest.mark.parametrize("number", [1, 4, 23])
+def test_first_tokens_beyond_a_window_add_no_pair_twice(number: int, after: int) -> None:
+    positions = torch.arange(40)
+    both = local_window(9, after) + global_tokens(number, beyond=9)
+    p, t = positions[:, None], positions
+    seen = (t >= p - 9) & (t <= p + after) | ((p < number) | (t < number)) & ((p - t).abs() > 9)
+    found = both.counts(positions, positions, 1)[0]
+    assert torch.equal(found, seen.to(found.dtype))
+    assert torch.equal(
+        found.tril(), (local_window(9) + global_tokens(number)).counts(positions, positions, 1)[0].clamp(max=1).tril()
+    )
 
 
 def test_positions_without_an_end() -> None:

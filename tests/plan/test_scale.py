@@ -98,7 +98,7 @@ def test_rows_and_pairs_of_a_window_with_global_tokens_are_those_of_every_pair_o
 ) -> None:
     """Global tokens are counted for many ranks at once, a window pair by pair; each head kind by itself."""
     of_some = per_head([global_tokens(29), local_window(11, 2), local_window(1) + global_tokens(7)])
-    for pattern in (local_window(11, 2) + global_tokens(29), of_some, global_tokens(5) + global_tokens(40)):
+    for pattern in (local_window(11, 2) + global_tokens(29), of_some, global_tokens(5, beyond=11) + global_tokens(40)):
         call = ShardedCall(pattern, 3, is_causal, offset, None)
         (whole,) = num_pairs(call, Shards(211, 1, "contiguous"))
         positions = torch.arange(offset, offset + 211)

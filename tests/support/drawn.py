@@ -149,7 +149,7 @@ def pattern_of(summand: Groups | Rule) -> Pattern:
         case "window", numbers:
             return local_window(*numbers)
         case "global", numbers:
-            return global_tokens(*numbers)
+            return global_tokens(numbers[0], beyond=numbers[1] if len(numbers) > 1 else None)
         case "strided", (stride, size):
             return strided_blocks(stride, block_size=size)
         case "hierarchical", (near, levels, factor, size):
@@ -219,7 +219,7 @@ def rules(draw: st.DrawFn, num_positions: int, num_kv_heads: int) -> Rule:
     if name == "window":
         numbers: tuple[int, ...] = draw(st.tuples(st.integers(0, 150), st.one_of(st.just(0), st.integers(0, 60))))
     elif name == "global":
-        numbers = (draw(st.integers(1, 30)),)
+        numbers = (draw(st.integers(1, 30)), *draw(st.lists(st.integers(0, 150), max_size=1)))
     elif name == "strided":
         numbers = (draw(st.integers(1, 6)), size)
     elif name == "hierarchical":

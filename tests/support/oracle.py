@@ -36,6 +36,8 @@ class Rule:
                 return p - before <= t <= p + after
             case "global", (number,):
                 return p < number or t < number
+            case "global", (number, beyond):
+                return (p < number or t < number) and abs(p - t) > beyond
             case "strided", (stride, _):
                 return p % stride == t % stride
             case "hierarchical", (near, levels, factor, _):

@@ -122,6 +122,10 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> 
         ("--resume auto", "", "hybrid"),
         ("--model my/llama", "", "cpu"),
         ("", "[model]\nsegment_lengths = [512]\ndilation_rates = [1]", "cpu"),
+        ("--model.rope-theta=500", "", "cpu"),
+        ("--model.offset-rule block", "", "cpu"),
+        ("--model.shifted-keys", "", "cpu"),
+        ("--device cpu", "", "hybrid"),
     ],
 )
 def test_the_preset_of_a_cpu_gives_way_to_flags_that_it_cannot_have(
@@ -137,6 +141,40 @@ def test_the_preset_of_a_cpu_gives_way_to_flags_that_it_cannot_have(
     assert bool(chosen.stages.lengths) == (preset == "hybrid")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert defaults_of([]).model == PRESETS["gpu"]().model
+    assert defaults_of(["--device", "cpu"]).model == PRESETS["hybrid"]().model
+
+
+GROWING = "--context-length 1024 --stages.lengths 256 1024 --stages.patterns"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--model.shifted-keys",
+        "--model.rope-theta 500",
+        "--model.offset-rule block",
+        "--model.segment-lengths 512 2048 --model.dilation-rates 1 2",
+        f"{GROWING} DilatedPattern([256],[1]) DilatedPattern([256,1024],[1,2])",
+        "--model.layer-patterns local_window(63) DilatedPattern([8192],[1])",
+        "--preset gpu --model.layer-patterns=local_window(63)",
+        "--preset hybrid --model.layer-patterns local_window(63)",
+        "--preset hybrid --model.num-heads 3",
+        "--preset hybrid --model.num-heads 8 --model.embed-dim 256",
+        "--model.num-heads 8",
+        "--packing documents",
+        "--context-length 300",
+    ],
+)
+def test_flags_of_a_model_or_a_run_fit_the_preset(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = _parse(["train", *line.split()])
+    model = command.model
+    if "layer-patterns" in line:
+        assert (model.segment_lengths, len(model.layer_patterns)) == ((), 1 + ("8192" in line))
+    if "num-heads" in line:
+        assert model.num_heads == model.num_kv_heads
+    if "embed-dim" in line:
+        assert model.ffn_dim == 704
 
 
 @pytest.mark.parametrize(
@@ -146,7 +184,11 @@ def test_the_preset_of_a_cpu_gives_way_to_flags_that_it_cannot_have(
         ("--context-length 32768", 32768, (512, 2048, 32768), (32, 16, 1), (0.35, 0.35, 0.3)),
         ("--context-length=2048", 2048, (512, 2048), (2, 1), (0.35, 0.65)),
         ("--context-length 512", 512, (), (), ()),
+        ("--context-length 2_048 --steps 2", 2048, (512, 2048), (2, 1), (0.35, 0.65)),
+        ("--context-length 2048 --steps 1", 2048, (), (), ()),
+        ("--steps 3", 8192, (), (), ()),
         ("--stages.lengths 1024 8192", 8192, (), (), ()),
+        ("--stages.lengths", 8192, (), (), ()),
     ],
 )
 def test_stages_of_a_preset_end_at_the_context_length(
@@ -162,8 +204,17 @@ def test_stages_of_a_preset_end_at_the_context_length(
     assert chosen.stages.fractions == pytest.approx(fractions)
     file = tmp_path / "my.toml"
     file.write_text(f'preset = "hybrid"\ncontext_length = {context_length}\n')
-    if "stages" not in words:
+    if not any(flag in words for flag in ("--stages", "--steps")):
         assert defaults_of(["--config", str(file)]).stages == chosen.stages
+
+
+def test_the_stages_of_the_page_on_runs_are_read_without_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (tmp_path / "my.toml").write_text(page.split("### Growing windows")[1].split("```toml\n")[1].split("```")[0])
+    assert _parse(["train", "--config", str(tmp_path / "my.toml")]).stages.lengths == (1024, 4096, 8192)
 
 
 def test_stages_of_a_command_replace_those_of_a_preset(tmp_path: Path) -> None:

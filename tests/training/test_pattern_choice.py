@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dilated_attention_pytorch.integrations import extend_context, register
+from dilated_attention_pytorch.integrations import extend_context, register, set_pattern
 from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import ExtensionSettings, extend, pattern_choice
 from dilated_attention_pytorch.training.data.corpus import read_corpus
@@ -69,7 +69,10 @@ def test_every_candidate_is_measured_as_it_is_and_the_best_is_set() -> None:
     options = {"rotary": "linear", "precision": "float32", "console": quiet()}
     model = model_of()
     found = measure_candidates(model, windows, OWN, 2, **options)
-    far, near = f"DilatedPattern([{OWN}, 64, {LONG}], [1, 2, 2])", f"local_window({OWN - 1}) + global_tokens(4)"
+    far, near = (
+        f"DilatedPattern([{OWN}, 64, {LONG}], [1, 2, 2])",
+        f"local_window({OWN - 1}) + global_tokens(4, beyond={OWN - 1})",
+    )
     uniform = {one.name: one.patterns for one in found if len(one.patterns) == 1}
     assert uniform == {"segments in all layers": (far,), "windows and first tokens": (near,)}
     by_layer = [one.patterns for one in found if len(one.patterns) > 1]
@@ -102,6 +105,13 @@ def test_a_layer_that_changes_nothing_is_needed_least(layer: int) -> None:
     # The first layer's attention raises the loss of random texts or lowers it: only whether it changes it is known.
     order = layers_by_need(model, [0, 1, 2], windows, "float32", quiet())
     assert (order[0] if order[0] == layer else order[-1]) == layer
+
+
+def test_windows_and_first_tokens_change_nothing_within_the_models_own_length() -> None:
+    (ids,) = texts(1, OWN)
+    expected = model_of()(ids[None]).logits
+    found = set_pattern(model_of(), pattern_choice.window(OWN))(ids[None]).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_candidates_that_are_about_as_good_are_chosen_by_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:

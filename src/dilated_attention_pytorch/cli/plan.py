@@ -308,7 +308,10 @@ class PlanCommand(TrainSettings):
 
     def _check_pretrained_flags(self) -> None:
         """Raise :class:`RunError` if a flag of a LongNet is given that a plan of another model does not read."""
-        defaults = defaults_of_plan(["--preset", self.preset, "--model", str(self.pretrained)])
+        length = str(self.context_length)
+        defaults = defaults_of_plan(
+            ["--preset", self.preset, "--model", str(self.pretrained), "--context-length", length]
+        )
         changed = [
             field.name.replace("_", "-")
             for field in dataclasses.fields(TrainSettings)

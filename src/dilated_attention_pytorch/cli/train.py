@@ -13,12 +13,14 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.training import PRESETS, Outcome, RunError, TrainSettings
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
 from dilated_attention_pytorch.training.spreading import ON_FAULTS, SPREADING
-from dilated_attention_pytorch.training.stages import StageSettings
+from dilated_attention_pytorch.training.stages import StageSettings, stage_ends
 
 from .stopping import check_resume_alone, is_auto, leave_at_once, stopped, word_after
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from dilated_attention_pytorch.models.config import LongNetConfig
 
 
 _BESIDE_RESUME = ("steps", *SPREADING, *ON_FAULTS)
@@ -47,11 +49,11 @@ class Train(TrainSettings):
     """
 
     preset: str = "auto"
-    """Starting values: tiny, hybrid, cpu, gpu or gpu-large; other flags override them. hybrid: 2.7 million parameters,
-    every third layer sees all. cpu: LongNet's segments in all layers, 1.7 million. gpu: 100 million, 32,768 bytes of
-    context. gpu-large: 730 million, 65,536 bytes. tiny: seconds. --help after --preset shows its values. Default: gpu
-    if there is a CUDA device, else hybrid; cpu with --init-from, --packing documents, or flags for the model's segments
-    or patterns."""
+    """Starting values, tiny, hybrid, cpu, gpu or gpu-large; default: gpu with CUDA, else usually hybrid. hybrid: 2.7
+    million parameters, every third layer sees all. cpu: LongNet's segments in all layers, 1.7 million. gpu: 100
+    million, 32,768 bytes of context. gpu-large: 730 million, 65,536 bytes. tiny: seconds. Other flags override them;
+    --help after --preset shows them. Instead of hybrid, the default is cpu with --init-from, --packing documents, or
+    flags that hybrid cannot have: for segments, patterns, --model.rope-theta, --model.shifted-keys."""
     output: Path = Path("runs/longnet")
     """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None
@@ -114,6 +116,7 @@ def defaults_of(argv: Sequence[str]) -> Train:
     settings = PRESETS[_preset_for(argv, values) if name == "auto" else name]()
     fields = {entry.name: getattr(settings, entry.name) for entry in dataclasses.fields(settings)}
     fields |= _of_named_folders(settings, argv, values) | _of_lengths(settings.stages, argv, values)
+    fields["model"] = _of_shape(fields["model"], argv, values)
     try:
         defaults = Train(**fields, preset=name)
     except ValueError as error:  # of a path that is not text, or of a vocabulary without its tokenizer
@@ -126,41 +129,79 @@ def _given(name: str, argv: Sequence[str], values: Mapping[str, Any]) -> Any:
     found: Any = values
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    return word_after(f"--{name.replace('_', '-')}", argv) or found
+    flag = f"--{name.replace('_', '-')}"
+    return word_after(flag, argv) or ("" if flag in argv else found)
+
+
+def _number(name: str, argv: Sequence[str], values: Mapping[str, Any]) -> int | None:
+    """A setting that is given as an integer; None if it is not."""
+    try:
+        return int(_given(name, argv, values))
+    except (TypeError, ValueError):
+        return None
 
 
 def _preset_for(argv: Sequence[str], values: Mapping[str, Any]) -> str:
     """The preset of a run that names none.
 
-    The preset `hybrid` has stages and local windows, which not every model, packing and number of steps can have. Of
-    one that is resumed, or planned for a model of transformers, only the flags are read.
+    The preset `hybrid` has patterns, stages and positions that not every model and packing can have. Of a run that is
+    resumed, or planned for a model of transformers, only the flags are read.
     """
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and _given("device", argv, values) != "cpu":
         return "gpu"
     resumed = word_after("--resume", argv)
     is_other_run = resumed is not None and not is_auto(Path(resumed))
-    is_other_model = word_after("--model", argv) is not None or any(_given(one, argv, values) for one in _WITH_PATTERNS)
+    is_other_model = word_after("--model", argv) is not None
+    has_others = any(_given(name, argv, values) is not None for name in _NOT_OF_HYBRID)
     is_packed = _given("packing", argv, values) == "documents"
-    return "cpu" if is_other_run or is_other_model or is_packed else "hybrid"
+    return "cpu" if is_other_run or is_other_model or has_others or is_packed else "hybrid"
 
 
-_WITH_PATTERNS = (
+_SEGMENTS = ("segment_lengths", "dilation_rates", "layer_segment_shifts", "offset_rule")
+_NOT_OF_HYBRID = (
     "init_from",
-    *(f"model.{name}" for name in ("segment_lengths", "dilation_rates", "layer_segment_shifts", "layer_patterns")),
+    "stages.patterns",
+    *(f"model.{name}" for name in (*_SEGMENTS, "layer_patterns", "rope_theta", "shifted_keys")),
 )
-"""Settings with which a model has other patterns than those of a preset."""
+"""Settings that replace a part of the preset `hybrid`, or are refused beside one."""
 
 
 def _of_lengths(stages: StageSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that follow from ``--context-length``, at which a preset's stages end, and from ``--stages.lengths``."""
-    if _given("stages.lengths", argv, values):
+    """Defaults that follow from ``--context-length``, at which a preset's stages end, from ``--stages.lengths``, which
+    replaces them, and from ``--steps``: there are no stages if one would have no step."""
+    if _given("stages.lengths", argv, values) is not None:
         return {"stages": StageSettings()}
-    given = str(_given("context_length", argv, values))
-    if not stages.lengths or not given.isdecimal():
-        return {}
-    return {"context_length": int(given), "stages": stages.ending_at(int(given))}
+    length, steps = _number("context_length", argv, values), _number("steps", argv, values)
+    fields: dict[str, Any] = {}
+    if stages.lengths and length is not None:
+        stages = stages.ending_at(length)
+        fields["context_length"] = length
+    if stages.lengths and steps is not None:
+        ends = stage_ends(steps, len(stages.lengths), stages.fractions)
+        if any(last <= first for first, last in zip((0, *ends), ends, strict=False)):
+            stages = StageSettings()
+    return {**fields, "stages": stages}
+
+
+def _of_shape(model: LongNetConfig, argv: Sequence[str], values: Mapping[str, Any]) -> LongNetConfig:
+    """A preset's model with what follows from flags: as many key/value heads as heads and a feed-forward that fits the
+    width, where the preset has them so, and no segments beside ``--model.layer-patterns``."""
+    changes: dict[str, Any] = {}
+    if _given("model.layer_patterns", argv, values):
+        changes = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,), "offset_rule": "modulo"}
+        changes["layer_patterns"] = ("local_window(127)",)  # the parser puts the given ones here
+    sizes = {name: _number(f"model.{name}", argv, values) for name in ("embed_dim", "num_heads")}
+    changes |= {name: size for name, size in sizes.items() if size is not None}
+    own = dataclasses.replace(model, num_kv_heads=None, ffn_dim=None)
+    for name in ("num_kv_heads", "ffn_dim"):
+        if getattr(model, name) == getattr(own, name):
+            changes[name] = None
+    try:
+        return dataclasses.replace(model, **changes)
+    except ValueError:  # of given sizes, which the parser refuses
+        return model
 
 
 def _of_named_folders(settings: TrainSettings, argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from .block_rules import (
     rule_from_entry,
 )
 from .pattern import Pattern, PatternSum
-from .rules import Range, Rectangles, Rule, Spans, Window, num_pairs
+from .rules import Range, Rectangles, Rule, Spans, Window, num_pairs, of_first_tokens
 
 _LARGEST_DENOMINATOR = 64
+_MOST_TOKENS_BEYOND = 256
 _END = 1 << 31
 """Exclusive upper bound of lengths and distances."""
 
@@ -201,20 +202,28 @@ def with_local_window(pattern: Pattern, before: int) -> Pattern:
     return BlockPattern(replace(pattern.rule, rule=replace(pattern.rule.rule, before=before)))
 
 
-def global_tokens(num_tokens: int) -> BlockPattern:
+def global_tokens(num_tokens: int, *, beyond: int | None = None) -> BlockPattern:
     """The first ``num_tokens`` positions attend to all, and all attend to them (Longformer, arXiv 2004.05150, 3.1).
 
     Args:
         num_tokens: number of global positions at the start of every document; at least 1.
+        beyond: leave out pairs that are at most this far apart. In a sum with ``local_window(beyond, beyond)``, or with
+            ``local_window(beyond)`` under a causal mask, every pair then counts once; ``num_tokens`` is at most 256.
 
     Raises:
-        TypeError, ValueError: not an integer, or less than 1.
+        TypeError, ValueError: not an integer, or out of range.
 
     >>> global_tokens(1).counts(torch.arange(3), torch.arange(3), 1)[0].tolist()
     [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
+    >>> (local_window(1) + global_tokens(1, beyond=1)).counts(torch.arange(3), torch.arange(3), 1)[0].tolist()
+    [[1, 0, 1], [1, 1, 0], [1, 1, 1]]
     """
     _check_integers(least=1, num_tokens=num_tokens)
-    return BlockPattern(HeadRule(Rectangles(((0, num_tokens, 0, None), (num_tokens, None, 0, num_tokens)))))
+    if beyond is not None:
+        _check_integers(least=0, beyond=beyond)
+        if num_tokens > _MOST_TOKENS_BEYOND:
+            raise ValueError(f"num_tokens must be at most {_MOST_TOKENS_BEYOND} with beyond, got {num_tokens}")
+    return BlockPattern(HeadRule(Rectangles(of_first_tokens(num_tokens, beyond))))
 
 
 def strided_blocks(stride: int, *, block_size: int = 128) -> BlockPattern:

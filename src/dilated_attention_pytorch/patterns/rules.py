@@ -15,6 +15,8 @@ NO_END = 1 << 62
 """Stands for an open end."""
 Range = tuple[int, int]
 """Half-open range of positions ``[start, stop)``."""
+Bounds = tuple[int, int | None, int, int | None]
+"""Queries ``[p0, p1)`` and keys ``[t0, t1)`` of a rectangle; None = open end."""
 
 
 class Spans(NamedTuple):
@@ -114,12 +116,15 @@ class Window(Rule):
 class Rectangles(Rule):
     """Queries ``[p0, p1)`` attend to keys ``[t0, t1)``, for fixed disjoint rectangles; None = open end."""
 
-    rectangles: tuple[tuple[int, int | None, int, int | None], ...]
+    rectangles: tuple[Bounds, ...]
 
     def __repr__(self) -> str:
-        num_tokens = self.rectangles[0][1]
-        of_tokens = ((0, num_tokens, 0, None), (num_tokens, None, 0, num_tokens))
-        return f"global_tokens({num_tokens})" if self.rectangles == of_tokens else f"Rectangles({self.rectangles})"
+        start, stop, _, end = self.rectangles[0]
+        if stop is not None and self.rectangles == of_first_tokens(stop):
+            return f"global_tokens({stop})"
+        if end is not None and start >= end and self.rectangles == of_first_tokens(end, start - end):
+            return f"global_tokens({end}, beyond={start - end})"
+        return f"Rectangles({self.rectangles})"
 
     @property
     def entry(self) -> list[Any]:
@@ -144,6 +149,20 @@ class Rectangles(Rule):
         for _, b, c, d in self._bounds:
             last = torch.where((key >= c) & (key < d), last.clamp(min=b if b == NO_END else b - 1), last)
         return last
+
+
+def of_first_tokens(num_tokens: int, beyond: int | None = None) -> tuple[Bounds, ...]:
+    """Disjoint rectangles of the pairs with one of the first tokens; with ``beyond``, of those further apart.
+
+    >>> of_first_tokens(2, 5)
+    ((7, None, 0, 2), (6, 7, 0, 1), (0, 2, 7, None), (0, 1, 6, 7))
+    """
+    if beyond is None:
+        return (0, num_tokens, 0, None), (num_tokens, None, 0, num_tokens)
+    far = beyond + num_tokens  # queries from here on see all of the first tokens
+    below: list[Bounds] = [(far, None, 0, num_tokens)]
+    below += [(beyond + 1 + key, far, key, key + 1) for key in range(num_tokens - 1)]
+    return (*below, *((c, d, a, b) for a, b, c, d in below))
 
 
 def num_pairs(spans: Spans, before: int | None, after: int | None) -> int:

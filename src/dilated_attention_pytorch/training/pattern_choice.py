@@ -79,8 +79,8 @@ def segments(own_length: int, length: int, num_kv_heads: int) -> str:
 
 
 def window(own_length: int) -> str:
-    """A window of the model's own length, and the first tokens of the text."""
-    return f"local_window({own_length - 1}) + global_tokens({SINKS})"
+    """A window of the model's own length, and the first tokens of the text where it does not reach them."""
+    return f"local_window({own_length - 1}) + global_tokens({SINKS}, beyond={own_length - 1})"
 
 
 def of_model(patterns: Sequence[str]) -> PatternOfModel:

@@ -37,9 +37,9 @@ class RunSettings:
     """
 
     data: tuple[Path, ...] = ()
-    """Files or folders of training text. Text files, folders that are searched for text files, and record files (JSONL,
-    Parquet, folders saved by save_to_disk of datasets). Default: the source files of the running Python's standard
-    library (about 31 MB)."""
+    """Training text; default: Python's own library. Text files, folders that are searched for text files, and record
+    files (JSONL, Parquet, folders saved by save_to_disk of datasets). The default is the source of the running Python's
+    standard library, about 31 MB."""
     text_field: str = "text"
     """Field or column of records that holds the text."""
     steps: int

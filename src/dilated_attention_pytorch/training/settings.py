@@ -87,9 +87,9 @@ class TrainSettings(RunSettings):
     only. "adamw-bf16": its moments in bfloat16, 4 bytes per weight instead of 8. "adamw-8bit": in 8 bits
     (bitsandbytes), 2 bytes."""
     learning_rate: float = 3e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW. With Muon, the matrices of the blocks have --muon-learning-rate."""
     muon_learning_rate: float = 2e-2
-    """Peak learning rate of Muon."""
+    """Peak learning rate of Muon, for the matrices of the blocks."""
     muon_momentum: float = 0.95
     """Momentum of Muon (Nesterov)."""
     weight_decay: float = 0.1

@@ -73,6 +73,7 @@ PATTERNS = {
     "blocks of a tile": random_blocks(0.4, block_size=64),
     "blocks of nine": strided_blocks(3, block_size=9),
     "sum": local_window(20) + global_tokens(4) + DilatedPattern([64, 257], [1, 5]),
+    "first tokens beyond a window": local_window(20) + global_tokens(4, beyond=20),
 }
 
 
