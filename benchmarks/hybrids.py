@@ -16,8 +16,8 @@ Two texts. "code": all Python source of a package, a text per folder, at least 3
 of another; tokens of a byte-level BPE trained on it. "made": pairs of a key and a value, a token each; a text gives
 every key one value, and what is measured is how many values are predicted, by the distance to where they stood last.
 
-The results of each run are written when it ends, and runs with results are left out: the same command goes on where it
-was stopped, also inside a run.
+The results of each run are written when it ends, and runs with results, of any code, are left out: the same command
+goes on where it was stopped, also inside a run of today's code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.model_evaluation import EvalSettings, evaluate_model
 from dilated_attention_pytorch.training.stages import StageSettings
 
-from .measured_code import code
+from .measured_code import code, digest
 from .study import Study, run
 from .study_texts import folder_texts, prepare
 from .tables import by_contestant
@@ -83,7 +83,7 @@ class Hybrids(Study):
     seeds: tuple[int, ...] = ()
     """Seeds of the contestants; default: 0 for all, then 1 and 2 for those that have more."""
     folder: Path = Path("runs/hybrids")
-    """Where unfinished runs are kept."""
+    """Where the texts are kept, and unfinished runs in a folder for each state of the code."""
     package: str = "transformers.models"
     """The package whose source is the text "code"."""
     documents: int = 1200
@@ -494,7 +494,8 @@ def measure(given: Hybrids) -> dict[str, Any]:
         print(f"{key}: {settings.steps} steps, {flops_of(settings) / 1e12:.0f} * 10^12 operations", flush=True)
         prepare(given.folder / text, texts_of(text, given), vocab_of(text, given))
         with models_of(name):
-            found = result_of(text, given.folder / text / f"{slug(name)}-{seed}", settings, given)
+            own = given.folder / text / digest("training") / f"{slug(name)}-{seed}"
+            found = result_of(text, own, settings, given)
         results[key] = {"machine": origin(module_command()), "code": code("training"), **found}
         order = [f"{text}: {name}: {seed}" for text, name, seed in runs_of(Hybrids())]
         results = {key: results[key] for key in [*order, *results] if key in results}

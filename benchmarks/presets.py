@@ -20,6 +20,7 @@ from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.presets import PRESETS
 
 from .hybrids import Hybrids, flops_of, result_of
+from .measured_code import digest
 from .study import Study, run
 
 NAMES = ("cpu", "hybrid")
@@ -34,7 +35,7 @@ class Presets(Study):
     seeds: tuple[int, ...] = (0,)
     """Seeds of the trainings."""
     folder: Path = Path("runs/presets")
-    """Where the runs are kept."""
+    """Where the runs are kept, in a folder for each state of the code."""
     windows: int = 32
     """Held-out windows of 8,192 bytes."""
 
@@ -56,7 +57,7 @@ def measure(given: Presets) -> dict[str, Any]:
     for seed in given.seeds:
         for name in NAMES:
             settings = settings_of(name, seed, given)
-            found = result_of("code", given.folder / f"{name}-{seed}", settings, as_hybrids)
+            found = result_of("code", given.folder / digest("training") / f"{name}-{seed}", settings, as_hybrids)
             results.append({"preset": name, "seed": seed, **found})
     return {"results": results}
 

@@ -15,12 +15,13 @@ from transformers import LlamaConfig
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.data_sheets import sheet_of
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.estimate import longest_context, measure, plan_run
+from dilated_attention_pytorch.estimate import Device, longest_context, measure, plan_run, seconds_of_steps
 from dilated_attention_pytorch.estimate.flops import longnet_flops, step_work
 from dilated_attention_pytorch.estimate.memory import footprint
 from dilated_attention_pytorch.models import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 from dilated_attention_pytorch.training.data.documents import packed
+from dilated_attention_pytorch.training.stages import StageSettings
 from dilated_attention_pytorch.training.zero import ZERO_STAGES
 
 
@@ -176,6 +177,24 @@ def test_a_plan_of_another_model_does_not_read_the_stages_of_a_preset(
     line = f"plan --preset hybrid --model {tmp_path} --context-length 16384 --pattern local_window(63) --hardware H200"
     main(line.split())
     assert "16,384 tokens in a step" in capsys.readouterr().out
+
+
+def test_steps_of_every_stage_are_planned_with_its_windows_and_patterns() -> None:
+    device = Device(sheet=sheet_of("H200"))
+    run = dataclasses.replace(PRESETS["cpu"](), steps=30, batch_size=2, precision="float32")
+    assert seconds_of_steps(run, 1, device) == 30 * plan_run(run, 1, device).seconds.total
+    stages = StageSettings(
+        lengths=(512, 8192),
+        windows=(4, 1),
+        fractions=(0.7, 0.3),
+        patterns=("DilatedPattern([512], [1])", "DilatedPattern([8192], [1])"),
+    )
+    expected = 0.0
+    for steps, length, batch in ((21, 512, 8), (9, 8192, 2)):
+        model = dataclasses.replace(run.model, segment_lengths=(length,), dilation_rates=(1,))
+        alone = dataclasses.replace(run, model=model, context_length=length, batch_size=batch)
+        expected += steps * plan_run(alone, 1, device).seconds.total
+    assert seconds_of_steps(dataclasses.replace(run, stages=stages), 1, device) == pytest.approx(expected)
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,14 +116,20 @@ class PlanCommand(TrainSettings):
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
-        from dilated_attention_pytorch.estimate import RunPlan
+        from dilated_attention_pytorch.estimate import RunPlan, seconds_of_steps
 
         pretrained = self.pretrained
         plan, device, settings, answers = (
             self._plan_longnet() if pretrained is None else self._plan_pretrained(pretrained)
         )
-        print_plan(plan, device, self.processes, self.steps if pretrained is None else None)
-        console, values = plain_console(), dict[str, Any]()
+        run, seconds, values = "", 0.0, dict[str, Any]()
+        if pretrained is None and self.purpose == "training":
+            seconds = seconds_of_steps(TrainSettings.from_dict(settings), self.processes, device)
+            values["seconds_of_run"] = seconds
+            lengths = ", ".join(f"{length:,}" for length in self.stages.lengths)
+            run = f"{self.steps:,} steps" + (f" on windows of {lengths} tokens" if lengths else "")
+        print_plan(plan, device, self.processes, run, seconds)
+        console = plain_console()
         for name, value, lines in answers:
             values[name] = value
             console.print("\n".join(lines), soft_wrap=True)

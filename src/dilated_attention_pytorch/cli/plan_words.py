@@ -38,12 +38,13 @@ MEASURED_SPEED = "time `dilated-attention generate` on a run folder, or models.g
 """How to measure the speed of a generation, which is not predicted."""
 
 
-def print_plan(plan: MemoryPlan, device: Device, processes: int, steps: int | None) -> None:
+def print_plan(plan: MemoryPlan, device: Device, processes: int, run: str = "", seconds: float = 0.0) -> None:
     """Print the plan: tables of memory and, except for a generation, of seconds, and sentences.
 
     Args:
         plan, device, processes: the plan, and what it is for.
-        steps: optimizer steps of the run; None if they are not known.
+        run: the steps of the run in words; nothing if they are not known.
+        seconds: what they take.
     """
     from rich.table import Table
 
@@ -70,11 +71,11 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int, steps: int | No
         times.add_section()
         times.add_row("all", in_time(plan.seconds.total))
         console.print(times)
-    for sentence in _sentences(plan, device.sheet.name, steps):
+    for sentence in _sentences(plan, device.sheet.name, run, seconds):
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _sentences(plan: MemoryPlan, device: str, steps: int | None) -> Iterator[str]:
+def _sentences(plan: MemoryPlan, device: str, run: str, seconds: float) -> Iterator[str]:
     """Sentences about what follows from the tables."""
     from dilated_attention_pytorch.estimate import RunPlan
 
@@ -91,8 +92,8 @@ def _sentences(plan: MemoryPlan, device: str, steps: int | None) -> Iterator[str
     )
     if plan.seconds.is_bound:
         yield f"lower bound: {unit} takes {in_time(plan.seconds.total)} at the rates of {device}; a real one takes more"
-    if steps is not None and plan.purpose == "training":
-        yield f"{steps:,} steps take {least}{in_time(steps * plan.seconds.total)}, without evaluations and checkpoints"
+    if run:
+        yield f"{run} take {least}{in_time(seconds)}, without evaluations and checkpoints"
     yield f"what bounds it: {_SECONDS.get(plan.bounded_by, plan.bounded_by)}"
     rates = plan.rates
     speed = in_words(rates.tokens_per_second)

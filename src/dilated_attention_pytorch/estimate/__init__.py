@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .generation import Generation, generation_footprint
     from .measure import Here, measure_here
     from .memory import Footprint, evaluation_footprint, footprint
-    from .run import Device, MemoryPlan, RunPlan, plan_generation, plan_run
+    from .run import Device, MemoryPlan, RunPlan, plan_generation, plan_run, seconds_of_steps
     from .solve import (
         Change,
         LargestModel,
@@ -40,6 +40,7 @@ __all__ = [
     "meshes",
     "plan_generation",
     "plan_run",
+    "seconds_of_steps",
 ]
 
 _MODULES = ("memory", "generation", "measure", "run", "solve")

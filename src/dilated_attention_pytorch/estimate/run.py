@@ -135,6 +135,32 @@ def plan_run(
     )
 
 
+def seconds_of_steps(settings: TrainSettings, num_processes: int, device: Device) -> float:
+    """Seconds of all steps of a run: in each stage those of steps on its windows, with its patterns.
+
+    Raises:
+        RunError: see :func:`plan_run`.
+    """
+    if not settings.stages.lengths:
+        return settings.steps * plan_run(settings, num_processes, device).seconds.total
+    stages, model = settings.stages_by_step, settings.model
+    models = [
+        dataclasses.replace(model, segment_lengths=one.segment_lengths, dilation_rates=one.dilation_rates)
+        for one in settings.stages.read_patterns()
+    ]
+    starts = (0, *stages.ends[:-1])
+    seconds = 0.0
+    for stage, (start, end) in enumerate(zip(starts, stages.ends, strict=True)):
+        of_stage = with_length(
+            settings,
+            stages.lengths[stage],
+            batch_size=stages.windows[stage] * settings.batch_size,
+            model=models[stage] if models else model,
+        )
+        seconds += (end - start) * plan_run(of_stage, num_processes, device).seconds.total
+    return seconds
+
+
 def plan_of_work(
     purpose: Purpose,
     device: Device,
