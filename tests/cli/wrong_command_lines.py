@@ -311,7 +311,7 @@ TABLE: dict[str, list[Row]] = {
         Row("generate {}/finished --prompt x", "generating needs transformers", machine.uninstall("transformers")),
         Row("generate {}/finished --prompt x --weight-format int8", "--weight-format int8 needs torchao, not", machine.uninstall("torchao")),
         Row("eval {}/finished --weight-format float8", "--weight-format float8 needs torchao, not installed", machine.uninstall("torchao")),
-        Row("eval {}/finished --precision float8", "--precision float8 is for train, and eval computes in no float8"),
+        Row("eval {}/finished --precision float8", "--precision must be one of auto, float32, tf32, bfloat16, float16, got 'float8'"),
         Row("train --preset tiny", f"the command needs tyro, not installed here: {install_command('train')}", machine.uninstall_tyro),
     ],
     "going on": [

@@ -30,7 +30,7 @@ from dilated_attention_pytorch.estimate.generation import (
     walk,
 )
 from dilated_attention_pytorch.estimate.live_bytes import LiveBytes
-from dilated_attention_pytorch.estimate.memory import evaluation_footprint
+from dilated_attention_pytorch.estimate.memory import evaluation_footprint, parts_of
 from dilated_attention_pytorch.estimate.step import moments, trace_step
 from dilated_attention_pytorch.kernels.select import refusal
 from dilated_attention_pytorch.models import LongNetCache, LongNetConfig, LongNetLM, generate
@@ -43,6 +43,7 @@ DILATED = {"segment_lengths": (16, 64, 256), "dilation_rates": (1, 2, 4)}
 SHIFTED = {**DILATED, "layer_segment_shifts": (0, 5)}
 LONGER = {"segment_lengths": (64, 128, 512), "dilation_rates": (1, 2, 8)}
 RULES = {"layer_patterns": ("local_window(25)", "local_window(5) + DilatedPattern([16, 128], [2, 4])")}
+HYBRID = {**RULES, "key_convolution": 3, "layer_rope_thetas": (0.0, 0.0, 1e4), "layer_scale_lengths": (16, 0)}
 LENGTHS = [(1, 1, 16), (175, 2, 16), (375, 13, 128)]
 
 
@@ -64,7 +65,7 @@ def _mark_of(patterns: Sequence[Pattern], num_kv_heads: int, call: CacheCall) ->
     return CacheMoment(call, before, after)
 
 
-@pytest.mark.parametrize("pattern", [DILATED, RULES], ids=["dilated", "rules"])
+@pytest.mark.parametrize("pattern", [DILATED, RULES, HYBRID], ids=["dilated", "rules", "hybrid"])
 @pytest.mark.parametrize(("prompt", "new_tokens", "chunk"), LENGTHS)
 def test_the_cache_has_the_bytes_that_were_planned(
     pattern: dict[str, Any], prompt: int, new_tokens: int, chunk: int
@@ -76,6 +77,22 @@ def test_the_cache_has_the_bytes_that_were_planned(
     generation = Generation(prompt=prompt, new_tokens=new_tokens, chunk_size=chunk)
     assert cache_bytes(settings, generation) == cache.num_bytes
     assert generation_footprint(settings, generation).cache <= cache.num_bytes
+
+
+@pytest.mark.parametrize("rope_thetas", [(0.0, 0.0, 1e4), (0.0, 1e4), (1e4,)])
+def test_few_layers_show_what_every_layer_takes(rope_thetas: tuple[float, ...]) -> None:
+    """Layers with and without positions take other temporaries, whether or not they have one pattern."""
+    settings = _settings(
+        {"layer_patterns": ("local_window(25)",), "layer_rope_thetas": rope_thetas}, precision="bfloat16"
+    )
+    settings.model = dataclasses.replace(settings.model, num_layers=12, embed_dim=256)
+    generation = Generation(prompt=300, new_tokens=3, chunk_size=300)
+    moments = [
+        sum(parts_of(moment).values())
+        for mark in generation.walk(settings).marks
+        for moment in traced_call(settings.model, mark, settings.batch_size, torch.bfloat16)
+    ]
+    assert generation_footprint(settings, generation).total == max(moments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -37,6 +37,8 @@ def test_layers_take_their_shifts_in_turn(make_config: Any) -> None:
         ({"layer_rope_thetas": [1e4, -1]}, ValueError, ["layer_rope_thetas", "above 0", "-1.0"]),
         ({"layer_rope_thetas": [0], "rope_theta": 500.0}, ValueError, ["leave rope_theta out", "500.0"]),
         ({"layer_scale_lengths": [0, 1]}, ValueError, ["layer_scale_lengths", "at least 2", "got 1"]),
+        ({"layer_scale_lengths": [False]}, TypeError, ["layer_scale_lengths must be an integer", "got False"]),
+        ({"layer_rope_thetas": None}, ValueError, ["layer_rope_thetas must be a list", "got None"]),
         ({"head_gates": 1}, TypeError, ["head_gates", "True or False", "1"]),
         ({"key_convolution": 5}, ValueError, ["key_convolution", "at most 4", "got 5"]),
         ({"key_convolution": 2, "shifted_keys": True}, ValueError, ["leave one of them out", "key_convolution 2"]),

@@ -318,8 +318,25 @@ def test_packed_documents_are_one_graph_under_the_compiler(given: str) -> None:
         compiled(ids, **packed | other)
 
 
+def test_scores_that_grow_with_the_position_need_positions_from_0_on() -> None:
+    model, ids = make_model(layer_scale_lengths=(4, 0)), draw(2, 13)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    close(model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()], expected)
+    close(model(ids, position_ids=torch.arange(13)).logits, model(ids).logits)
+    for given in ({"position_ids": torch.arange(100, 113)}, {"position_ids": torch.arange(13), "attention_mask": mask}):
+        with pytest.raises(NotImplementedError, match="position_ids must begin at 0 in a model with layer_scale_len"):
+            model(ids, **given)
+    with torch.no_grad():
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        later = model(ids[:, 9:], past_key_values=cache, position_ids=torch.arange(9, 13)[None]).logits
+    close(later, model(ids).logits[:, 9:])
+
+
 def test_positions_of_padded_rows_and_rows_from_any_position_on() -> None:
-    model, ids = make_model(), draw(2, 13)
+    model, ids = make_model(layer_scale_lengths=()), draw(2, 13)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     expected = model(ids, attention_mask=mask).logits

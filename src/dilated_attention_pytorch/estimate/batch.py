@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,11 @@ def heads_of(model: LongNetConfig) -> tuple[int, int]:
     """Key/value heads of a layer, and the width of a head."""
     assert model.num_kv_heads is not None
     return model.num_kv_heads, model.embed_dim // model.num_heads
+
+
+def period_of_positions(model: LongNetConfig) -> int:
+    """Period in layers of the rotary bases and of the scaled scores."""
+    return math.lcm(len(model.layer_rope_thetas) or 1, len(model.layer_scale_lengths) or 1)
 
 
 def recomputed_layers(model: LongNetConfig) -> list[int]:

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.training.autocast import computing_dtype
 from dilated_attention_pytorch.training.settings import TrainSettings
 
 from .attention import operator_bytes
-from .batch import heads_of
+from .batch import heads_of, period_of_positions
 from .live_bytes import LiveBytes, Moment
 from .memory import Footprint, parts_of, peak
 
@@ -238,9 +238,10 @@ def cache_bytes(settings: TrainSettings, generation: Generation) -> int:
 
 def _cache_bytes(settings: TrainSettings, slots: Mapping[Pattern, int], first_layer: int = 0) -> int:
     model = settings.model
-    of_slot = math.prod(heads_of(model)) * computing_dtype(settings.precision).itemsize
+    of_row = settings.batch_size * math.prod(heads_of(model)) * computing_dtype(settings.precision).itemsize
     layers = range(first_layer, model.num_layers)
-    return 2 * settings.batch_size * of_slot * sum(slots[model.pattern(layer)] for layer in layers)
+    # A row of a key and a value per slot, and the last keys of a convolution.
+    return of_row * sum(2 * slots[model.pattern(layer)] + model.num_previous_keys for layer in layers)
 
 
 def generation_footprint(settings: TrainSettings, generation: Generation) -> Footprint:
@@ -272,7 +273,8 @@ def generation_footprint(settings: TrainSettings, generation: Generation) -> Foo
         )
     model, dtype = settings.model, computing_dtype(settings.precision)
     # As many layers as show what every layer takes.
-    traced = dataclasses.replace(model, num_layers=min(model.num_layers, max(2, len(model.different_patterns))))
+    period = math.lcm(len(model.different_patterns), period_of_positions(model))
+    traced = dataclasses.replace(model, num_layers=min(model.num_layers, max(2, period)))
     weights = (model.num_parameters - traced.num_parameters) * dtype.itemsize
     peaks = []
     for mark in generation.walk(settings).marks:

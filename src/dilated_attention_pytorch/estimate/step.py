@@ -24,7 +24,7 @@ from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.training.autocast import autocast
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import rows_of_batch, with_length
+from .batch import period_of_positions, rows_of_batch, with_length
 from .live_bytes import LiveBytes, Moment, Phase
 
 if TYPE_CHECKING:
@@ -187,4 +187,4 @@ def _traced(passes: _Passes, is_training: bool, num_layers: int, length: int) ->
 def _period(model: LongNetConfig) -> int:
     """Period in layers of the recomputation and of the positions."""
     recomputation = model.checkpoint_every if model.gradient_checkpointing else 1
-    return math.lcm(recomputation, len(model.layer_rope_thetas) or 1, len(model.layer_scale_lengths) or 1)
+    return math.lcm(recomputation, period_of_positions(model))

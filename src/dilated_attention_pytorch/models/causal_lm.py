@@ -265,7 +265,9 @@ class _LongNetPreTrained(PreTrainedModel):
                 )
         elif position_ids is not None or seq_idx is not None:
             check_inputs(tokens, attention_mask, cu_seqlens, cache)
-            cu_seqlens = _documents(position_ids, seq_idx, tokens.shape[:2], attention_mask, cache, cu_seqlens)
+            is_absolute = any(self.model.config.layer_scale_lengths)
+            given = (position_ids, seq_idx, tokens.shape[:2], attention_mask, cache, cu_seqlens)
+            cu_seqlens = _documents(*given, is_absolute=is_absolute)
         hidden = self.model(
             input_ids,
             inputs_embeds=inputs_embeds,
@@ -408,9 +410,10 @@ class LongNetForCausalLM(_LongNetPreTrained, GenerationMixin):
             input_ids: integer ``[B, N]``.
             attention_mask: ``[B, N]`` (with a cache ``[B, past + N]``), 1 = real, see :meth:`LongNetLM.forward`.
             position_ids: ``[N]`` or ``[B, N]``. Positions that restart at 0 are packed documents, without
-                ``attention_mask`` and cache; else the real tokens of a row count on by 1, from any number: rotary
-                scores depend on differences, and segments count from the row's first real token. A model whose
-                attention function is distributed takes the absolute positions of its rows.
+                ``attention_mask`` and cache; else the real tokens of a row count on by 1, from any number (with
+                layer_scale_lengths from 0): rotary scores depend on differences, and segments count from the row's
+                first real token. A model whose attention function is distributed takes the absolute positions of its
+                rows.
             past_key_values: a cache, updated in place. Inference only: call under ``torch.no_grad()``.
             inputs_embeds: ``[B, N, E]``, instead of input_ids: rows of the embedding table, as it stores them.
             labels: integer ``[B, N]``, the input tokens (shifted internally); -100 is ignored.
@@ -531,10 +534,18 @@ def _documents(
     attention_mask: Tensor | None,
     cache: LongNetCache | None,
     cu_seqlens: Tensor | None,
+    *,
+    is_absolute: bool,
 ) -> Tensor | None:
-    """Boundaries of the documents that ``position_ids``, ``seq_idx`` and ``cu_seqlens`` agree on; None for one."""
+    """Boundaries of the documents that ``position_ids``, ``seq_idx`` and ``cu_seqlens`` agree on; None for one.
+
+    Unless scores depend on positions themselves (``is_absolute``), and not on differences alone, a row may begin at any
+    position.
+    """
     if position_ids is not None:
         position_ids = _per_row("position_ids", position_ids, shape)
+        if is_absolute and cache is None:
+            _check_first_positions(position_ids, attention_mask)
         cu_seqlens = _documents_of_positions(position_ids, attention_mask, cache, cu_seqlens)
     if seq_idx is None:
         return cu_seqlens
@@ -552,13 +563,22 @@ def _documents(
     return cu_seqlens
 
 
+def _check_first_positions(position_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise ``NotImplementedError`` unless the first real token of every row has the position 0."""
+    real = torch.ones_like(position_ids) if attention_mask is None else attention_mask.bool().long()
+    is_first = (real == 1) & (real.cumsum(dim=1) == 1)
+    _require(
+        ~is_first | (position_ids == 0),
+        position_ids,
+        "position_ids must begin at 0 in a model with layer_scale_lengths, whose scores grow with the position: leave "
+        "them out, or pass a cache with the tokens before",
+    )
+
+
 def _documents_of_positions(
     position_ids: Tensor, attention_mask: Tensor | None, cache: LongNetCache | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
-    """Boundaries of the documents in which ``position_ids [B, N]`` restart at 0; None for one document.
-
-    Rotary scores depend on differences of positions alone, so a row may begin at any position.
-    """
+    """Boundaries of the documents in which ``position_ids [B, N]`` restart at 0; None for one document."""
     rows = position_ids.shape[1]
     if cu_seqlens is not None:
         positions = document_positions(rows, cu_seqlens, position_ids.device)

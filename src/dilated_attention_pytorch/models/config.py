@@ -157,7 +157,7 @@ class LongNetConfig:
 
     def _check_positions(self) -> None:
         for name in ("layer_rope_thetas", "layer_scale_lengths"):
-            if isinstance(getattr(self, name), (str, int, float)):
+            if isinstance(getattr(self, name), (str, int, float, type(None))):
                 raise ValueError(f"{name} must be a list with a number per layer, got {getattr(self, name)!r}")
         self.layer_rope_thetas = tuple(_as_number("layer_rope_thetas", theta) for theta in self.layer_rope_thetas)
         self.layer_scale_lengths = tuple(self.layer_scale_lengths)
@@ -172,7 +172,7 @@ class LongNetConfig:
                 f"{list(self.layer_rope_thetas)}"
             )
         for length in self.layer_scale_lengths:
-            if length != 0:
+            if isinstance(length, bool) or not isinstance(length, int) or length != 0:
                 check_size("layer_scale_lengths", length, least=2)
 
     def _check_keys(self) -> None:

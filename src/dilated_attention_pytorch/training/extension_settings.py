@@ -8,7 +8,16 @@ from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.patterns import pattern_from_expression
 
-from .run_settings import LONGEST_TEXT, AdamW, RunSettings, check_choice, check_number, check_text, check_windows
+from .run_settings import (
+    LONGEST_TEXT,
+    AdamW,
+    PlainPrecision,
+    RunSettings,
+    check_choice,
+    check_number,
+    check_text,
+    check_windows,
+)
 from .stages import check_stage_ends, stage_ends
 
 Rotary = Literal["yarn", "linear", "ntk", "none"]
@@ -44,6 +53,8 @@ class ExtensionSettings(RunSettings):
     optimizer: AdamW = "adamw"
     """Optimizer. "adamw"; "adamw-bf16": moments in bfloat16, 4 bytes per weight instead of 8; "adamw-8bit": moments in
     8 bits (bitsandbytes), 2 bytes."""
+    precision: PlainPrecision = "auto"
+    """Number format of the computation, see train."""
     learning_rate: float = 1e-4
     """Peak learning rate of AdamW. For models with billions of parameters, LongLoRA used 2e-5 (arXiv:2309.12307)."""
     weight_decay: float = 0.0
@@ -59,6 +70,7 @@ class ExtensionSettings(RunSettings):
     save_steps: int = 50
 
     def __post_init__(self) -> None:
+        check_choice(self, "precision", get_args(PlainPrecision))
         RunSettings.__post_init__(self)
         check_number(self, "context_length", least=8, most=LONGEST_TEXT)
         check_number(self, "batch_tokens", least=0)

@@ -27,7 +27,7 @@ from .evaluated_model import EvaluatedModel, open_model
 from .evaluation import binned, bits_of_tokens, chart, legend_above, predicted
 from .recall import NEEDLE_LETTERS, Asked, Task, associations, needle
 from .row_logits import RowLogits, row_logits
-from .run_settings import LARGEST_SEED, LONGEST_TEXT, DeviceChoice, Precision, check_choice, check_number
+from .run_settings import LARGEST_SEED, LONGEST_TEXT, DeviceChoice, PlainPrecision, check_choice, check_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +61,7 @@ class EvalSettings:
     """Held-out windows of the largest length."""
     recall_texts: int = 8
     """Texts per length and recall task; 0 leaves the recall tasks out."""
-    precision: Precision = "auto"
+    precision: PlainPrecision = "auto"
     """Number format of the computation, as in training."""
     device: DeviceChoice = "auto"
     """"auto" takes a CUDA device if there is one."""
@@ -77,6 +77,7 @@ class EvalSettings:
             check_number(self, name, least=least)
         check_number(self, "seed", most=LARGEST_SEED)
         check_number(self, "recall_texts", most=_MOST_RECALL_TEXTS)
+        check_choice(self, "precision", get_args(PlainPrecision))
         check_choice(self, "weight_format", get_args(Weights))
         if any(length > LONGEST_TEXT for length in self.context_lengths):
             raise ValueError(
@@ -114,7 +115,6 @@ def evaluate_model(model: str, settings: EvalSettings, output: Path | None, cons
     for path in (file, picture):
         check_new_file(path, "--output-file")
     device = choose_device(settings.device)
-    preflight.check_no_float8(settings.precision, "eval")
     precision = preflight.choose_precision(settings.precision, device)
     set_threads(settings.threads)
     if settings.weight_format != "stored":

@@ -29,7 +29,7 @@ from .extension_settings import ExtensionSettings
 from .lease import LEASE_FILES
 from .pretrained import num_parameters
 from .process_group import master_port, num_processes, process_rank
-from .run_settings import Precision
+from .run_settings import PlainPrecision, Precision
 from .settings import Optimizer, TrainSettings
 from .trackers import check_trackers
 from .zero import check_offload, check_zero, check_zero_here
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _Settings = TypeVar("_Settings", TrainSettings, ExtensionSettings)
+_Precision = TypeVar("_Precision", PlainPrecision, Precision)
 _TO_GENERATE = ("transformers", "safetensors")
 _TO_TRAIN = (*_TO_GENERATE, "accelerate", "rich", "matplotlib", "tensorboard", "tomli_w", "typeguard")
 _FLOAT32 = 4
@@ -178,7 +179,7 @@ def heads_sharing(settings: TrainSettings) -> int:
     return settings.context_parallel if settings.strategy == "heads" else settings.heads_parallel
 
 
-def choose_precision(precision: Precision, device: str) -> Precision:
+def choose_precision(precision: _Precision, device: str) -> _Precision:
     """The precision: as requested, else "bfloat16" with hardware support, else "float32".
 
     On Zen 5 (avx512_bf16) it makes the linear layers of the CPU preset 4 times as fast; emulated it would be slower.
@@ -196,12 +197,6 @@ def choose_precision(precision: Precision, device: str) -> Precision:
     if precision != "auto":
         return precision
     return "bfloat16" if multiplies_bfloat16(device) else "float32"
-
-
-def check_no_float8(precision: Precision, command: str) -> None:
-    """Raise :class:`RunError` for float8 with a command that does not support it."""
-    if precision == "float8":
-        raise RunError(f"--precision float8 is for train, and {command} computes in no float8; take bfloat16")
 
 
 def checkpoint_space(optimizer: Optimizer, num_parameters: int) -> int:
@@ -267,8 +262,6 @@ def check_settings(settings: TrainSettings | ExtensionSettings) -> None:
     """Checks of the settings of a run, by each process alone, when it begins and when it is resumed."""
     check_optimizer(settings.optimizer)
     check_trackers(settings)
-    if isinstance(settings, ExtensionSettings):
-        check_no_float8(settings.precision, "extend")
 
 
 def check_current_processes(settings: TrainSettings) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 Schedule = Literal["linear", "cosine", "wsd", "constant"]
 Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16", "float8"]
+PlainPrecision = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
+"""Without float8, in which only :func:`train` computes."""
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 OnNan = Literal["stop", "skip"]
 AdamW = Literal["adamw", "adamw-bf16", "adamw-8bit"]
