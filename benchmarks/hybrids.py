@@ -7,8 +7,8 @@ Models of 6 layers, with a convolution of 3 over keys, have 3.7 million weights,
 in windows of 1,024; a local window of 128 or 1,024; LongNet's segments, with and without a window; and hybrids, in
 which every third layer looks far, without positions and with scores that grow with the position, and the others have
 windows of 128, in three of four steps of 8. The far layers of a hybrid are dense or dilated, or choose 8 blocks of 64
-keys by content. Three more hybrids differ in one part each: windows of 128 in all steps, a gate per head, or rotary
-positions in the far layers. Each model is trained by `dilated-attention train` with as many operations
+keys by content. Three more hybrids, on the text "made" alone, differ in one part each: windows of 128 in all steps, a
+gate per head, or rotary positions in the far layers. Each model is trained by `dilated-attention train` with as many operations
 (:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over 8,192 tokens takes in N steps,
 in stages of 128, 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
 
@@ -114,7 +114,9 @@ class Contestant(NamedTuple):
     is_short: bool = False
     """Whether it is trained on the shortest windows only."""
     has_more_seeds: bool = False
-    """Whether it is trained from three seeds."""
+    """Whether it is trained from three seeds on the text "code"."""
+    is_of_made: bool = False
+    """Whether it is trained on the text "made" alone."""
 
 
 DENSE, CONTENT = "dense, 8,192", "hybrid, far blocks by content"
@@ -192,7 +194,6 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
         "window of 128": Contestant((near,), mixed),
         "window of 1,024": Contestant((f"local_window({short - 1})",), mixed, has_more_seeds=True),
         "LongNet": Contestant(longnet, far),
-        "LongNet, as published": Contestant(longnet, {"rope_theta": FAR_THETA}),
         "LongNet + window": Contestant(
             (f"local_window({short // 2 - 1}) + DilatedPattern([{2 * short}, {length}], [2, 4])",), far
         ),
@@ -203,10 +204,12 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
             drawn,
             has_more_seeds=True,
         ),
-        "hybrid, dense far, windows of 128": Contestant((near, near, dense), hybrid),
-        "hybrid, dense far, head gates": Contestant((near, near, dense), {**hybrid, "head_gates": True}, drawn),
+        "hybrid, dense far, windows of 128": Contestant((near, near, dense), hybrid, is_of_made=True),
+        "hybrid, dense far, head gates": Contestant(
+            (near, near, dense), {**hybrid, "head_gates": True}, drawn, is_of_made=True
+        ),
         "hybrid, dense far, rotary": Contestant(
-            (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}, drawn
+            (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}, drawn, is_of_made=True
         ),
         CONTENT: Contestant((near, near, first, near, near, second), hybrid, drawn),
     }
@@ -467,6 +470,7 @@ def runs_of(given: Hybrids) -> list[tuple[Text, str, int]]:
         for seed in given.seeds or (0, 1, 2)
         for text in texts
         for name in names
+        if given.only or text == "made" or not known[name].is_of_made
         if given.seeds or seed == 0 or (text == "code" and known[name].has_more_seeds)
     ]
 

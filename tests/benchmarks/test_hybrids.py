@@ -37,8 +37,7 @@ def test_every_contestant_takes_the_same_operations() -> None:
     settings = [settings_of(one, "code", 0, GIVEN) for one in contestants(512).values()]
     flops = [flops_of(one) for one in settings]
     assert max(flops) < 1.005 * min(flops)
-    # "LongNet, as published" has no convolution, and one of the hybrids has gates.
-    assert len({one.model.num_parameters for one in settings}) == 3
+    assert len({one.model.num_parameters for one in settings}) == 2  # one of the hybrids has gates
 
 
 def test_a_key_of_a_made_text_has_one_value_and_comes_again_at_known_distances() -> None:
@@ -88,7 +87,7 @@ def test_far_layers_choose_blocks_by_content() -> None:
 def test_unknown_names_are_refused_and_seed_0_of_all_comes_first() -> None:
     runs = runs_of(GIVEN)
     assert [seed for _, _, seed in runs] == sorted(seed for _, _, seed in runs)
-    assert len(runs) == 2 * len(contestants()) + 8
+    assert len(runs) == 2 * len(contestants()) - 3 + 8
     with pytest.raises(SystemExit, match=r"names of contestants, dense, 8,192; .*: got hybrid"):
         runs_of(Hybrids(only=("hybrid",)))
 
