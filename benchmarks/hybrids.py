@@ -2,13 +2,13 @@
 
     python -m benchmarks.hybrids [--steps N] [--only NAME ...] [--text code|made] [--seeds N ...]
 
-Models of 6 layers, with a convolution of 3 over keys, have 3.7 million weights, or 3.1 million for the text
-"made", whose vocabulary is smaller. They differ in the patterns of their layers: dense attention over 8,192 tokens, or
-in windows of 1,024; a local window of 128 or 1,024; LongNet's segments, with and without a window; and hybrids, in
-which every third layer looks far, without positions and with scores that grow with the position, and the others have
-windows of 128, in three of four steps of 8. The far layers of a hybrid are dense or dilated, or choose 8 blocks of 64
-keys by content. Three more hybrids, on the text "made" alone, differ in one part each: windows of 128 in all steps, a
-gate per head, or rotary positions in the far layers. Each model is trained by `dilated-attention train` with as many operations
+Models of 6 layers, with a convolution of 3 over keys, have 3.7 million weights, or 3.1 million for the text "made",
+whose vocabulary is smaller. They differ in the patterns of their layers: dense attention over 8,192 tokens, or in
+windows of 1,024; a local window of 128 or 1,024; LongNet's segments, with and without a window; and hybrids, in which
+every third layer looks far, without positions and with scores that grow with the position, and the others have windows
+of 128, in three of four steps of 8. The far layers of a hybrid are dense or dilated, or choose 8 blocks of 64 keys by
+content. Three more hybrids, on the text "made" alone, differ in one part each: windows of 128 in all steps, a gate per
+head, or rotary positions in the far layers. Each model is trained by `dilated-attention train` with as many operations
 (:mod:`.estimate.flops`: matrices per token, attention per pair) as dense attention over 8,192 tokens takes in N steps,
 in stages of 128, 1,024, 4,096 and 8,192 tokens, and evaluated by `dilated-attention eval`.
 
