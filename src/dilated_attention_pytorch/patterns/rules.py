@@ -122,8 +122,10 @@ class Rectangles(Rule):
         start, stop, _, end = self.rectangles[0]
         if stop is not None and self.rectangles == of_first_tokens(stop):
             return f"global_tokens({stop})"
-        if end is not None and start >= end and self.rectangles == of_first_tokens(end, start - end):
-            return f"global_tokens({end}, beyond={start - end})"
+        if end is not None and len(self.rectangles) == 2 * end <= 2 * start:
+            beyond = start - end
+            if self.rectangles == of_first_tokens(end, beyond):
+                return f"global_tokens({end}, beyond={beyond})"
         return f"Rectangles({self.rectangles})"
 
     @property
