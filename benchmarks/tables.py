@@ -369,6 +369,8 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "parallel-memory": ("parallel.json#memory", parallel_memory),
     "parallel-balance": ("parallel.json#balance", parallel_balance),
     "planner": ("planner.json", planner),
+    "hybrids-code": ("hybrids.json", hybrids_code),
+    "hybrids-made": ("hybrids.json", hybrids_made),
     "presets": ("presets.json", presets),
     "scale-plan": ("parallel.json#billion", scale_plan),
 }
