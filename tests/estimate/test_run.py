@@ -182,7 +182,8 @@ def test_a_plan_of_another_model_does_not_read_the_stages_of_a_preset(
 def test_steps_of_every_stage_are_planned_with_its_windows_and_patterns() -> None:
     device = Device(sheet=sheet_of("H200"))
     run = dataclasses.replace(PRESETS["cpu"](), steps=30, batch_size=2, precision="float32")
-    assert seconds_of_steps(run, 1, device) == 30 * plan_run(run, 1, device).seconds.total
+    plan = plan_run(run, 1, device)
+    assert seconds_of_steps(run, 1, device, plan) == 30 * plan.seconds.total
     stages = StageSettings(
         lengths=(512, 8192),
         windows=(4, 1),
@@ -194,7 +195,7 @@ def test_steps_of_every_stage_are_planned_with_its_windows_and_patterns() -> Non
         model = dataclasses.replace(run.model, segment_lengths=(length,), dilation_rates=(1,))
         alone = dataclasses.replace(run, model=model, context_length=length, batch_size=batch)
         expected += steps * plan_run(alone, 1, device).seconds.total
-    assert seconds_of_steps(dataclasses.replace(run, stages=stages), 1, device) == pytest.approx(expected)
+    assert seconds_of_steps(dataclasses.replace(run, stages=stages), 1, device, plan) == pytest.approx(expected)
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +207,8 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert written["total_bytes"] == expected.total
     assert "fits, with 23." in printed
     assert "20 steps take at least " in printed
+    settings = dataclasses.replace(PRESETS["tiny"](), precision="float32")
+    assert written["seconds_of_run"] == 20 * plan_run(settings, 1, sheet_of("RTX 4090")).seconds.total
 
 
 def test_without_a_device_the_command_plans_for_this_machine(

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.training import TrainSettings
 from dilated_attention_pytorch.training.run_settings import LONGEST_TEXT
 
-from .plan_words import print_plan
+from .plan_words import print_plan, steps_in_words
 from .train import defaults_of, settings_of
 
 if TYPE_CHECKING:
@@ -116,20 +116,14 @@ class PlanCommand(TrainSettings):
         self._check_flags()
         preflight.check_packages("training")
         preflight.check_optimizer(self.optimizer)
-        from dilated_attention_pytorch.estimate import RunPlan, seconds_of_steps
+        from dilated_attention_pytorch.estimate import RunPlan
 
         pretrained = self.pretrained
         plan, device, settings, answers = (
             self._plan_longnet() if pretrained is None else self._plan_pretrained(pretrained)
         )
-        run, seconds, values = "", 0.0, dict[str, Any]()
-        if pretrained is None and self.purpose == "training":
-            seconds = seconds_of_steps(TrainSettings.from_dict(settings), self.processes, device)
-            values["seconds_of_run"] = seconds
-            lengths = ", ".join(f"{length:,}" for length in self.stages.lengths)
-            run = f"{self.steps:,} steps" + (f" on windows of {lengths} tokens" if lengths else "")
-        print_plan(plan, device, self.processes, run, seconds)
-        console = plain_console()
+        print_plan(plan, device, self.processes)
+        console, values = plain_console(), dict[str, Any]()
         for name, value, lines in answers:
             values[name] = value
             console.print("\n".join(lines), soft_wrap=True)
@@ -258,9 +252,12 @@ class PlanCommand(TrainSettings):
         return plan, device, settings.to_dict(), self._answers(settings, device, plan)
 
     def _answers(self, settings: TrainSettings, device: Device, plan: RunPlan) -> Iterator[_Answer]:
-        """Answers to the inverse questions that were asked."""
+        """The seconds of a training, and answers to the inverse questions that were asked."""
         from dilated_attention_pytorch import estimate
 
+        if self.purpose == "training":
+            seconds = estimate.seconds_of_steps(settings, self.processes, device, plan)
+            yield "seconds_of_run", seconds, [steps_in_words(settings, seconds, is_bound=plan.seconds.is_bound)]
         if self.longest:
             longest = estimate.longest_context(settings, self.processes, device.sheet.memory_bytes)
             yield "longest_context_length", longest, [f"the longest text that fits: {longest:,} tokens"]

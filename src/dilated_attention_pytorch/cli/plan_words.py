@@ -10,6 +10,7 @@ from dilated_attention_pytorch.readable import in_time, in_words
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.estimate import Device, MemoryPlan
+    from dilated_attention_pytorch.training import TrainSettings
 
 _PARTS: Mapping[str, str] = {
     "weights": "weights",
@@ -38,13 +39,11 @@ MEASURED_SPEED = "time `dilated-attention generate` on a run folder, or models.g
 """How to measure the speed of a generation, which is not predicted."""
 
 
-def print_plan(plan: MemoryPlan, device: Device, processes: int, run: str = "", seconds: float = 0.0) -> None:
+def print_plan(plan: MemoryPlan, device: Device, processes: int) -> None:
     """Print the plan: tables of memory and, except for a generation, of seconds, and sentences.
 
     Args:
         plan, device, processes: the plan, and what it is for.
-        run: the steps of the run in words; nothing if they are not known.
-        seconds: what they take.
     """
     from rich.table import Table
 
@@ -71,11 +70,19 @@ def print_plan(plan: MemoryPlan, device: Device, processes: int, run: str = "", 
         times.add_section()
         times.add_row("all", in_time(plan.seconds.total))
         console.print(times)
-    for sentence in _sentences(plan, device.sheet.name, run, seconds):
+    for sentence in _sentences(plan, device.sheet.name):
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _sentences(plan: MemoryPlan, device: str, run: str, seconds: float) -> Iterator[str]:
+def steps_in_words(settings: TrainSettings, seconds: float, *, is_bound: bool) -> str:
+    """What all steps of a run take, in a sentence."""
+    lengths = ", ".join(f"{length:,}" for length in settings.stages.lengths)
+    windows = f" on windows of {lengths} tokens" if lengths else ""
+    least = "at least " if is_bound else ""
+    return f"{settings.steps:,} steps{windows} take {least}{in_time(seconds)}, without evaluations and checkpoints"
+
+
+def _sentences(plan: MemoryPlan, device: str) -> Iterator[str]:
     """Sentences about what follows from the tables."""
     from dilated_attention_pytorch.estimate import RunPlan
 
@@ -92,8 +99,6 @@ def _sentences(plan: MemoryPlan, device: str, run: str, seconds: float) -> Itera
     )
     if plan.seconds.is_bound:
         yield f"lower bound: {unit} takes {in_time(plan.seconds.total)} at the rates of {device}; a real one takes more"
-    if run:
-        yield f"{run} take {least}{in_time(seconds)}, without evaluations and checkpoints"
     yield f"what bounds it: {_SECONDS.get(plan.bounded_by, plan.bounded_by)}"
     rates = plan.rates
     speed = in_words(rates.tokens_per_second)

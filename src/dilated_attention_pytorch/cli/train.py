@@ -13,7 +13,7 @@ from dilated_attention_pytorch.machine import require
 from dilated_attention_pytorch.training import PRESETS, Outcome, RunError, TrainSettings
 from dilated_attention_pytorch.training.configuration import read_configuration, with_values
 from dilated_attention_pytorch.training.spreading import ON_FAULTS, SPREADING
-from dilated_attention_pytorch.training.stages import StageSettings, stage_ends
+from dilated_attention_pytorch.training.stages import StageSettings, check_stage_ends, stage_ends
 
 from .stopping import check_resume_alone, is_auto, leave_at_once, stopped, word_after
 
@@ -179,8 +179,9 @@ def _of_lengths(stages: StageSettings, argv: Sequence[str], values: Mapping[str,
         stages = stages.ending_at(length)
         fields["context_length"] = length
     if stages.lengths and steps is not None:
-        ends = stage_ends(steps, len(stages.lengths), stages.fractions)
-        if any(last <= first for first, last in zip((0, *ends), ends, strict=False)):
+        try:
+            check_stage_ends(stage_ends(steps, len(stages.lengths), stages.fractions))
+        except ValueError:
             stages = StageSettings()
     return {**fields, "stages": stages}
 

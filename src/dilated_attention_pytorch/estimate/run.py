@@ -135,14 +135,18 @@ def plan_run(
     )
 
 
-def seconds_of_steps(settings: TrainSettings, num_processes: int, device: Device) -> float:
+def seconds_of_steps(settings: TrainSettings, num_processes: int, device: Device, plan: RunPlan) -> float:
     """Seconds of all steps of a run: in each stage those of steps on its windows, with its patterns.
+
+    Args:
+        settings, num_processes, device: see :func:`plan_run`.
+        plan: what it returns for them; the steps of a run without stages take as long.
 
     Raises:
         RunError: see :func:`plan_run`.
     """
     if not settings.stages.lengths:
-        return settings.steps * plan_run(settings, num_processes, device).seconds.total
+        return settings.steps * plan.seconds.total
     stages, model = settings.stages_by_step, settings.model
     models = [
         dataclasses.replace(model, segment_lengths=one.segment_lengths, dilation_rates=one.dilation_rates)
