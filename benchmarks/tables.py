@@ -397,24 +397,32 @@ def older_figures() -> str:
     for file in sorted(RESULTS.rglob("*.json")):
         text = file.read_text(encoding="utf-8")
         if is_stale(json.loads(text)):
-            days = sorted(set(re.findall(r'"date": "([^"]+)"', text))) or ["not recorded"]
+            days = re.findall(r'"date": "([^"]+)"', text) or ["not recorded"]
             name = file.relative_to(RESULTS).as_posix()
-            rows.append((f"[{name}](../benchmarks/results/{name})", " to ".join(dict.fromkeys((days[0], days[-1])))))
+            rows.append((f"[{name}](../benchmarks/results/{name})", span(days)))
     return markdown(("results", "measured"), rows)
 
 
 def machine_of(values: Values) -> str:
-    """The machine and the day of a file of results, or those of each of its sections."""
-    if "machine" not in values and "origin" not in values:
-        return " ".join(dict.fromkeys(map(machine_of, values.values())))
-    found = values["machine"] if "machine" in values else values["origin"]
+    """The machines and the days of a file of results, or of its sections."""
+    parts = [values] if "machine" in values or "origin" in values else values.values()
+    origins = [part["machine"] if "machine" in part else part["origin"] for part in parts]
+    setups = dict.fromkeys(map(setup_of, origins))
+    return f"{'; '.join(setups)}, {span([one['date'] for one in origins])}."
+
+
+def setup_of(found: Values) -> str:
+    """The machine and the versions of a measurement."""
     if "gpu" in found["command"]:
-        versions = ", ".join(
-            f"{name} {found['versions'][key]}" for name, key in (("PyTorch", "torch"), ("Triton", "triton"))
-        )
-        return f"{found['cuda_devices'][0]}, {versions}, {found['date']}."
+        versions = (f"{name} {found['versions'][key]}" for name, key in (("PyTorch", "torch"), ("Triton", "triton")))
+        return ", ".join((found["cuda_devices"][0], *versions))
     threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''} of {found['processor']}"
-    return f"{threads}, {found['vector_instructions']}, PyTorch {found['versions']['torch']}, {found['date']}."
+    return f"{threads}, {found['vector_instructions']}, PyTorch {found['versions']['torch']}"
+
+
+def span(days: Sequence[str]) -> str:
+    """The first and the last of some days."""
+    return " to ".join(dict.fromkeys((min(days), max(days))))
 
 
 def written(text: str) -> str:

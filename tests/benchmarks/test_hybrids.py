@@ -133,9 +133,10 @@ def test_tables_and_the_picture_are_made_from_the_results(tmp_path: Path) -> Non
     assert code[3] == f"| {hybrid} | 2 | 700 | 4.1 M | {cells} |"
     made = tables.hybrids_made(results).splitlines()
     assert made[2:] == [f"| {hybrid} | {100 * 0.995 * 8 / 72:.1f} % | 99.5 % | 99.5 % | 0.9950 |"]
+    results[f"code: {CONTENT}: 0"]["machine"]["processor"] = "another"
     assert tables.machine_of(results) == (
-        "2 threads of a processor, AVX2, PyTorch 2.13.0, 2026-11-20. "
-        "2 threads of a processor, AVX2, PyTorch 2.13.0, 2026-11-21."
+        "2 threads of another, AVX2, PyTorch 2.13.0; 2 threads of a processor, AVX2, PyTorch 2.13.0, "
+        "2026-11-20 to 2026-11-21."
     )
     by_length, by_distance = chart(results).axes
     labels = [line.get_label() for line in by_length.containers]
