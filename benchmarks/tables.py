@@ -320,15 +320,6 @@ def hybrids_made(values: Values) -> str:
     return markdown(head, rows)
 
 
-def presets(values: Values) -> str:
-    """Bits per byte of presets by the bytes read."""
-    rows = []
-    for one in values["results"]:
-        cells = (f"{one['bits_per_byte'][str(length)]:.3f}" for length in LENGTHS)
-        rows.append((f"`{one['preset']}`", f"{one['parameters'] / 1e6:.1f} M", f"{one['steps']}", *cells))
-    return markdown(("preset", "parameters", "steps", *(f"reading {one:,}" for one in LENGTHS)), rows)
-
-
 def long_context(values: Values) -> str:
     """Bits per byte of an extended model by its attention, before and after training."""
     rows: list[Sequence[str]] = []
@@ -371,7 +362,6 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "planner": ("planner.json", planner),
     "hybrids-code": ("hybrids.json", hybrids_code),
     "hybrids-made": ("hybrids.json", hybrids_made),
-    "presets": ("presets.json", presets),
     "scale-plan": ("parallel.json#billion", scale_plan),
 }
 """File of results, with its section, and what writes the table."""
