@@ -211,7 +211,7 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
         "hybrid, dense far, rotary": Contestant(
             (near, near, dense), {**mixed, "layer_rope_thetas": (1e4, 1e4, FAR_THETA)}, drawn, is_of_made=True
         ),
-        CONTENT: Contestant((near, near, first, near, near, second), hybrid, drawn),
+        CONTENT: Contestant((near, near, first, near, near, second), hybrid, drawn, has_more_seeds=True),
     }
 
 

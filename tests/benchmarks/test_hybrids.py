@@ -87,7 +87,7 @@ def test_far_layers_choose_blocks_by_content() -> None:
 def test_unknown_names_are_refused_and_seed_0_of_all_comes_first() -> None:
     runs = runs_of(GIVEN)
     assert [seed for _, _, seed in runs] == sorted(seed for _, _, seed in runs)
-    assert len(runs) == 2 * len(contestants()) - 3 + 8
+    assert len(runs) == 2 * len(contestants()) - 3 + 10
     with pytest.raises(SystemExit, match=r"names of contestants, dense, 8,192; .*: got hybrid"):
         runs_of(Hybrids(only=("hybrid",)))
 
