@@ -227,7 +227,7 @@ def test_windows_that_cannot_be_drawn_are_refused(changes: dict[str, Any], words
 
 
 def test_windows_of_a_model_without_local_windows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no layer has one: got \[7\] with segments \[64, 256\], rates \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"no layer has one: got \[7\] with segments \[64, 256\], rates \[1, 2\]"):
         tiny_settings(Path("x"), random_local_windows=(7,))
 
 
