@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dilated_attention_pytorch import DilatedPattern
 from dilated_attention_pytorch.training import PRESETS, TrainSettings
 
 
@@ -27,6 +28,15 @@ def test_presets_for_real_runs_see_8192_bytes_and_more(name: str) -> None:
     # All of the last 64 bytes of a window see some of the first 64, in some head and layer.
     seen = [one.counts(last, torch.arange(64), model.num_kv_heads, is_causal=True) for one in model.different_patterns]
     assert torch.stack([one.any(dim=-1).any(dim=0) for one in seen]).any(dim=0).all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_rate_of_a_preset_exceeds_the_number_of_key_value_heads(name: str) -> None:
+    model = PRESETS[name]().model
+    assert model.num_kv_heads is not None
+    dilated = [pattern for pattern in model.different_patterns if isinstance(pattern, DilatedPattern)]
+    assert dilated
+    assert max(rate for pattern in dilated for rate in pattern.dilation_rates) <= model.num_kv_heads
 
 
 def test_heads_over_all_processes_and_over_some_of_them_exclude_each_other() -> None:
