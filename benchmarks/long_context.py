@@ -143,11 +143,12 @@ def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> 
     """Train the short model unless ``folder`` has it; returns its steps and held-out bits per token."""
     from torch.utils.data import Subset
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+    from transformers.trainer_utils import get_last_checkpoint
 
     said = folder / "pretraining.json"
     if said.exists():
         return read_json(said, **_READ)
-    steps, seed, length = given.pretraining_steps, given.seed, given.short
+    steps, seed, length, unfinished = given.pretraining_steps, given.seed, given.short, folder / "run"
     set_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -172,7 +173,7 @@ def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> 
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(folder / "run"),
+            output_dir=str(unfinished),
             max_steps=steps,
             per_device_train_batch_size=8,
             per_device_eval_batch_size=8,
@@ -184,7 +185,8 @@ def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> 
             use_cpu=True,
             seed=seed,
             logging_steps=max(1, steps // 10),
-            save_strategy="no",
+            save_steps=max(1, steps // 20),
+            save_total_limit=1,
             prediction_loss_only=True,
             report_to=[],
             train_sampling_strategy="sequential",
@@ -194,7 +196,7 @@ def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> 
             tokenized(corpus.training, words), length, 8 * steps, seed=seed, file_start_fraction=0.0
         ),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(unfinished) if unfinished.exists() else None)
     nats = trainer.evaluate(Subset(held_out, evenly_spread(len(held_out), 2)) if given.tiny else held_out)["eval_loss"]
     model.save_pretrained(folder)
     record = {

@@ -18,8 +18,10 @@ from benchmarks.long_context import (
     density,
     draw,
     fixed_patterns,
+    pretrain,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from benchmarks.study_texts import prepare
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from benchmarks import tables
 from dilated_attention_pytorch.integrations import set_pattern
@@ -100,3 +102,27 @@ def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:
     draw_positions(tmp_path / "run.png", points, 16)
     drawn, run = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("results", "run"))
     assert (drawn == run).all()
+
+
+def test_a_stopped_pretraining_goes_on_and_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [(str(seed), "".join(f"{seed} {index * seed % 97}\n" for index in range(400))) for seed in range(20)]
+    texts, tokenizer = prepare(tmp_path / "text", made, 300)
+    given = LongContext(tiny=True, vocab_size=300, width=64, layers=1, pretraining_steps=4, short=32)
+    record = pretrain(tmp_path / "whole", texts, tokenizer, given)
+    step, taken = Trainer.training_step, []
+
+    def stopping(*args: Any, **options: Any) -> Any:
+        taken.append(1)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return step(*args, **options)
+
+    monkeypatch.setattr(Trainer, "training_step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(tmp_path / "stopped", texts, tokenizer, given)
+    assert pretrain(tmp_path / "stopped", texts, tokenizer, given) == record
+    assert len(taken) == 5  # two, the stop, and the two that are left
+    whole, stopped = ((tmp_path / one / "model.safetensors").read_bytes() for one in ("whole", "stopped"))
+    assert whole == stopped
