@@ -148,6 +148,7 @@ TABLE: dict[str, list[Row]] = {
         Row(f"{TRAIN} --adam-beta1 1", "adam_beta1 must be below 1, got 1.0"),
         Row(f"{TRAIN} --model.checkpoint-every 2", "model.checkpoint_every says which blocks model.gradient_checkpointing"),
         Row(f"{TRAIN} --random-local-windows 15 31", "replace the sizes of the model's local windows, and no layer has one: got [15, 31] with segments [64, 256]"),
+        Row("train --preset hybrid --model.num-layers 2 --output {}/new", "model.layer_patterns must have at most one entry per layer, of model.num_layers 2: got ['local_window(127)', 'local_window(127)', 'DilatedPattern([1073741824], [1])']; leave out"),
         Row(f"{TRAIN} --stages.lengths 64", "stages.lengths must rise and end with the context_length 256, got [64]"),
         Row(f"{TRAIN} --stages.lengths 64 256 --steps 1", "stages must have a step each, got 2 that end after the steps 1, 1; take more steps"),
         Row(f"{TRAIN} --stages.lengths 64 256 --stages.windows 5 1", "stages.windows must have no more tokens than one of the context_length 256,"),

@@ -77,6 +77,20 @@ def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
     assert largest_model(settings, 1, _device(10**5)) is None
 
 
+def test_the_largest_hybrid_keeps_its_far_layer() -> None:
+    hybrid = {
+        "segment_lengths": (),
+        "dilation_rates": (),
+        "layer_patterns": ["local_window(3)"] * 2 + ["DilatedPattern([64], [1])"],
+    }
+    settings = _settings()
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **hybrid))
+    three = dataclasses.replace(settings, model=with_layers(settings.model, 3))
+    needed = plan_run(three, 1, _device(10**8)).footprint.total
+    found = [largest_model(settings, 1, _device(room)) for room in (needed // 2, needed * 5 // 4)]
+    assert [one and one.model.num_layers for one in found] == [None, 3]
+
+
 @pytest.mark.parametrize(
     "shared",
     [

@@ -110,11 +110,11 @@ def _random_settings() -> Iterator[TrainSettings]:
         model = {
             "embed_dim": heads * draw.choice([8, 22]),
             "num_heads": heads,
-            "num_layers": draw.randint(1, 13),
+            "num_layers": (layers := draw.randint(1, 13)),
             "vocab_size": draw.choice([256, 8209, 20011]),
             "gradient_checkpointing": True,
             "checkpoint_every": draw.choice([1, 3]),
-            "layer_rope_thetas": draw.choice([(), (0.0, 1e4)]),
+            "layer_rope_thetas": draw.choice([(), (0.0, 1e4)])[:layers],
             "head_gates": draw.choice([False, True]),
             "key_convolution": draw.choice([1, 2]),
         }

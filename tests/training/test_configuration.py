@@ -39,7 +39,7 @@ def stages_of(draw: st.DrawFn, settings: TrainSettings) -> StageSettings:
 @st.composite
 def training_settings(draw: st.DrawFn) -> TrainSettings:
     settings = PRESETS[draw(st.sampled_from(sorted(PRESETS)))]()
-    shifts = {"layer_segment_shifts": tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=3)))}
+    shifts = {"layer_segment_shifts": tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=2)))}
     model = dataclasses.replace(
         settings.model,
         dropout=draw(st.floats(0, 0.9)),
@@ -125,6 +125,8 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path) -> 
         ("--model.rope-theta=500", "", "cpu"),
         ("--model.offset-rule block", "", "cpu"),
         ("--model.shifted-keys", "", "cpu"),
+        ("--model.num-layers 2", "", "cpu"),
+        ("", "[model]\nnum_layers = 1", "cpu"),
         ("--device cpu", "", "hybrid"),
     ],
 )

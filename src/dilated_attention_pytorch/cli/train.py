@@ -52,8 +52,9 @@ class Train(TrainSettings):
     """Starting values, tiny, hybrid, cpu, gpu or gpu-large; default: gpu with CUDA, else usually hybrid. hybrid: 2.7
     million parameters, every third layer sees all. cpu: LongNet's segments in all layers, 1.7 million. gpu: 100
     million, 32,768 bytes of context. gpu-large: 730 million, 65,536 bytes. tiny: seconds. Other flags override them;
-    --help after --preset shows them. Instead of hybrid, the default is cpu with --init-from, --packing documents, or
-    flags that hybrid cannot have: for segments, patterns, --model.rope-theta, --model.shifted-keys."""
+    --help after --preset shows them. Instead of hybrid, the default is cpu with --init-from, --packing documents, fewer
+    than 3 layers, or flags that hybrid cannot have: for segments, patterns, --model.rope-theta,
+    --model.shifted-keys."""
     output: Path = Path("runs/longnet")
     """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None
@@ -156,7 +157,9 @@ def _preset_for(argv: Sequence[str], values: Mapping[str, Any]) -> str:
     is_other_model = word_after("--model", argv) is not None
     has_others = any(_given(name, argv, values) is not None for name in _NOT_OF_HYBRID)
     is_packed = _given("packing", argv, values) == "documents"
-    return "cpu" if is_other_run or is_other_model or has_others or is_packed else "hybrid"
+    layers = _number("model.num_layers", argv, values)
+    is_shallow = layers is not None and layers < 3
+    return "cpu" if is_other_run or is_other_model or has_others or is_packed or is_shallow else "hybrid"
 
 
 _SEGMENTS = ("segment_lengths", "dilation_rates", "layer_segment_shifts", "offset_rule")
@@ -188,10 +191,14 @@ def _of_lengths(stages: StageSettings, argv: Sequence[str], values: Mapping[str,
 
 def _of_shape(model: LongNetConfig, argv: Sequence[str], values: Mapping[str, Any]) -> LongNetConfig:
     """A preset's model with what follows from flags: as many key/value heads as heads and a feed-forward that fits the
-    width, where the preset has them so, and no segments beside ``--model.layer-patterns``."""
+    width, where the preset has them so; no segments beside ``--model.layer-patterns``; and no shift that no layer
+    has."""
+    layers = _number("model.num_layers", argv, values)
     changes: dict[str, Any] = {}
+    if layers is not None and layers > 0:
+        changes = {"layer_segment_shifts": model.layer_segment_shifts[:layers]}
     if _given("model.layer_patterns", argv, values):
-        changes = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,), "offset_rule": "modulo"}
+        changes |= {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,), "offset_rule": "modulo"}
         changes["layer_patterns"] = ("local_window(127)",)  # the parser puts the given ones here
     sizes = {name: _number(f"model.{name}", argv, values) for name in ("embed_dim", "num_heads")}
     changes |= {name: size for name, size in sizes.items() if size is not None}

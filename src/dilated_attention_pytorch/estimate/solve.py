@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.memory import in_bytes
-from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.models.config import CYCLED, LongNetConfig
 from dilated_attention_pytorch.models.token_loss import rows_at_once
 from dilated_attention_pytorch.patterns.pattern import MOST_POSITIONS
 from dilated_attention_pytorch.readable import in_words
@@ -182,17 +182,20 @@ def largest_model(settings: TrainSettings, num_processes: int, device: Device) -
     """The deepest model that fits, scaled from the run's: width and feed-forward size grow with the layers.
 
     Head width, the ratio of query heads to key/value heads, and the pattern stay the same. The processes that split
-    heads have as many each, and one at least. None if not even one layer fits.
+    heads have as many each, and one at least. None if not even a layer for each entry of the longest list fits that is
+    cycled over the layers.
     """
     plans: dict[int, LargestModel] = {}
+    fewest = max(len(getattr(settings.model, name)) for name in CYCLED)
 
-    def fits(layers: int) -> bool:
+    def fits(number: int) -> bool:
+        layers = fewest - 1 + number
         model = with_layers(settings.model, layers, tensor=settings.tensor_parallel, sharing=heads_sharing(settings))
         plan = plan_run(dataclasses.replace(settings, model=model), num_processes, device)
-        plans[layers] = LargestModel(model, plan)
+        plans[number] = LargestModel(model, plan)
         return plan.fits
 
-    most = _largest(fits, _MOST_LAYERS)
+    most = _largest(fits, _MOST_LAYERS + 1 - fewest)
     return plans[most] if most else None
 
 

@@ -13,6 +13,8 @@ from dilated_attention_pytorch.patterns.dilated import OffsetRule
 _MOST_LAYERS = 4096
 _MOST_PARAMETERS = 2**48
 _WIDEST_CONVOLUTION = 4
+CYCLED = ("layer_segment_shifts", "layer_patterns", "layer_rope_thetas", "layer_scale_lengths")
+"""Fields of a :class:`LongNetConfig` that are cycled over the layers."""
 Activation = Literal["swiglu", "gelu"]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.models.config import CYCLED, LongNetConfig
 from dilated_attention_pytorch.patterns.blocks import has_local_window, with_local_window
 
 from .run_settings import (
@@ -176,6 +176,13 @@ class TrainSettings(RunSettings):
                 "model.checkpoint_every says which blocks model.gradient_checkpointing recomputes, got "
                 f"{self.model.checkpoint_every} without it; set it too, or leave this out"
             )
+        for name in CYCLED:
+            entries = list(getattr(self.model, name))
+            if len(entries) > self.model.num_layers:
+                raise ValueError(
+                    f"model.{name} must have at most one entry per layer, of model.num_layers {self.model.num_layers}: "
+                    f"got {entries}; leave out those that no layer would read, or make more layers"
+                )
         self.stages.check(self.context_length, self.steps, self.model, stage_steps=self.stage_steps)
         self._check_random_local_windows()
         self._check_spreading()
