@@ -162,6 +162,7 @@ GROWING = "--context-length 1024 --stages.lengths 256 1024 --stages.patterns"
         "--preset hybrid --model.layer-patterns local_window(63)",
         "--preset hybrid --model.num-heads 3",
         "--preset hybrid --model.num-heads 8 --model.embed-dim 256",
+        "--preset hybrid --model.activation gelu",
         "--model.num-heads 8",
         "--packing documents",
         "--context-length 300",
@@ -177,6 +178,8 @@ def test_flags_of_a_model_or_a_run_fit_the_preset(line: str, monkeypatch: pytest
         assert model.num_heads == model.num_kv_heads
     if "embed-dim" in line:
         assert model.ffn_dim == 704
+    if "gelu" in line:
+        assert model.ffn_dim == 4 * 192
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def _of_lengths(stages: StageSettings, argv: Sequence[str], values: Mapping[str,
 
 def _of_shape(model: LongNetConfig, argv: Sequence[str], values: Mapping[str, Any]) -> LongNetConfig:
     """A preset's model with what follows from flags: as many key/value heads as heads and a feed-forward that fits the
-    width, where the preset has them so; no segments beside ``--model.layer-patterns``; and no shift that no layer
+    width and the activation, where the preset has them so; no segments beside ``--model.layer-patterns``; and no shift that no layer
     has."""
     layers = _number("model.num_layers", argv, values)
     changes: dict[str, Any] = {}
@@ -200,7 +200,8 @@ def _of_shape(model: LongNetConfig, argv: Sequence[str], values: Mapping[str, An
     if _given("model.layer_patterns", argv, values):
         changes |= {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,), "offset_rule": "modulo"}
         changes["layer_patterns"] = ("local_window(127)",)  # the parser puts the given ones here
-    sizes = {name: _number(f"model.{name}", argv, values) for name in ("embed_dim", "num_heads")}
+    sizes: dict[str, Any] = {name: _number(f"model.{name}", argv, values) for name in ("embed_dim", "num_heads")}
+    sizes["activation"] = _given("model.activation", argv, values)
     changes |= {name: size for name, size in sizes.items() if size is not None}
     own = dataclasses.replace(model, num_kv_heads=None, ffn_dim=None)
     for name in ("num_kv_heads", "ffn_dim"):
