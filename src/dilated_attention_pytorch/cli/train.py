@@ -190,9 +190,9 @@ def _of_lengths(stages: StageSettings, argv: Sequence[str], values: Mapping[str,
 
 
 def _of_shape(model: LongNetConfig, argv: Sequence[str], values: Mapping[str, Any]) -> LongNetConfig:
-    """A preset's model with what follows from flags: as many key/value heads as heads and a feed-forward that fits the
-    width and the activation, where the preset has them so; no segments beside ``--model.layer-patterns``; and no shift that no layer
-    has."""
+    """A preset's model with what follows from flags: as many key/value heads as heads and a feed-forward that fits
+    width and activation, where the preset has them so; no segments beside ``--model.layer-patterns``; no shift that no
+    layer has."""
     layers = _number("model.num_layers", argv, values)
     changes: dict[str, Any] = {}
     if layers is not None and layers > 0:

@@ -18,6 +18,8 @@ class TableRow(NamedTuple):
 
     where: str
     """The file and line, for messages."""
+    line: int
+    """The number of the line."""
     cells: Mapping[str, str]
 
 
@@ -69,7 +71,7 @@ def read_rows(
             if key in first:
                 raise ValueError(f"{where}: slide {key!r} also stands in {first[key]}; remove one of the lines")
             first[key] = where
-            rows.append(TableRow(where, found))
+            rows.append(TableRow(where, reader.line_num, found))
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {reader.line_num} is not a line of a CSV file ({first_line(error)}); a cell with double "

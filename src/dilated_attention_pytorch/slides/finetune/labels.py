@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,6 +21,7 @@ Part = Literal["train", "validation", "test"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _MISSING = ("", "nan", "na", "n/a", "#n/a", "null")
+_SHOWN_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,17 @@ def _read_classes(path: Path, rows: Sequence[TableRow], columns: Sequence[str]) 
             f"classification takes one label column, got {list(columns)}; name one, or the task multilabel"
         )
     (column,) = columns
+    _refuse(_missing(rows, columns))
     first: dict[str | float, tuple[str, str]] = {}
+    otherwise = []
     for row in rows:
-        text = _given(row, column)
+        text = row.cells[column]
         key = float(text) if _is_number(text) else unicodedata.normalize("NFKC", text).casefold()
         before, where = first.setdefault(key, (text, row.where))
         if before != text:
-            raise ValueError(
-                f"{row.where}: {column} {shortened(text)!r} is written {shortened(before)!r} in {where}; "
-                "write a class the same in all lines"
-            )
+            problem = f"{column} {shortened(text)!r} is written {shortened(before)!r} in {where}"
+            otherwise.append((row, f"{row.where}: {problem}; write a class the same in all lines"))
+    _refuse(otherwise)
     is_numeric = all(isinstance(key, float) for key in first)
     names = [text for text, _ in first.values()]
     classes = tuple(sorted(names, key=float) if is_numeric else sorted(names))
@@ -157,44 +159,64 @@ def _read_classes(path: Path, rows: Sequence[TableRow], columns: Sequence[str]) 
     return torch.tensor([index[row.cells[column]] for row in rows]), classes
 
 
-def _given(row: TableRow, column: str) -> str:
-    text = row.cells[column]
-    if text.casefold() in _MISSING:
-        raise ValueError(f"{row.where} has no {column} (got {text!r}); fill it in, or remove the line")
-    return text
+def _refuse(problems: Iterable[tuple[TableRow, str]]) -> None:
+    """Raise for the first problem, if there is one; the message ends with the lines of the others."""
+    found = list(problems)
+    if found:
+        others = sorted({row.line for row, _ in found} - {found[0][0].line})
+        shown = ", ".join(map(str, others[:_SHOWN_LINES]))
+        more = f" and {len(others) - _SHOWN_LINES} more" if len(others) > _SHOWN_LINES else ""
+        raise ValueError(found[0][1] + (f"; also wrong: line {shown}{more}" if others else ""))
+
+
+def _missing(rows: Sequence[TableRow], columns: Sequence[str]) -> Iterator[tuple[TableRow, str]]:
+    for row in rows:
+        for column in columns:
+            text = row.cells[column]
+            if text.casefold() in _MISSING:
+                yield row, f"{row.where} has no {column} (got {text!r}); fill it in, or remove the line"
 
 
 def _read_numbers(rows: Sequence[TableRow], columns: Sequence[str], task: Task) -> Tensor:
     """The columns as float32 ``[N, K]``."""
+    _refuse(_missing(rows, columns))
+    _refuse(_wrong_numbers(rows, columns, task))
+    values = [float(row.cells[column]) for row in rows for column in columns]
+    return torch.tensor(values, dtype=torch.float32).view(len(rows), len(columns))
+
+
+def _wrong_numbers(rows: Sequence[TableRow], columns: Sequence[str], task: Task) -> Iterator[tuple[TableRow, str]]:
     is_binary = {name: task == "multilabel" or (task == "survival" and name == columns[1]) for name in columns}
-    values = []
     for row in rows:
         for column in columns:
-            text = _given(row, column)
+            text = row.cells[column]
             value = float(text) if _is_number(text) else math.nan
             got = f"{row.where}: {column} must be"
             if is_binary[column] and value not in (0, 1):
                 meant = "; name the task regression if the columns hold numbers" if task == "multilabel" else ""
-                raise ValueError(f"{got} 0 or 1, got {shortened(text)!r}{meant}")
-            if not abs(value) <= torch.finfo(torch.float32).max:  # NaN too
-                raise ValueError(f"{got} a number such as 12.5, within float32, got {shortened(text)!r}")
-            if task == "survival" and value < 0:
-                raise ValueError(f"{got} a time of at least 0, got {shortened(text)!r}")
-            values.append(value)
-    return torch.tensor(values, dtype=torch.float32).view(len(rows), len(columns))
+                yield row, f"{got} 0 or 1, got {shortened(text)!r}{meant}"
+            elif not abs(value) <= torch.finfo(torch.float32).max:  # NaN too
+                yield row, f"{got} a number such as 12.5, within float32, got {shortened(text)!r}"
+            elif task == "survival" and value < 0:
+                yield row, f"{got} a time of at least 0, got {shortened(text)!r}"
 
 
 def _read_cases(
     rows: Sequence[TableRow], slide_column: str, patient_column: str, split_column: str
 ) -> list[LabelledCase]:
     """One case a slide."""
+    parts = get_args(Part)
+    given = [(row, row.cells[split_column]) for row in rows if split_column in row.cells]
+    _refuse(
+        (row, f"{row.where}: {split_column} must be {', '.join(parts)}, got {split!r}")
+        for row, split in given
+        if split not in parts
+    )
     cases, splits = [], dict[str, tuple[str, str]]()
     for row in rows:
         slide, split = row.cells[slide_column], row.cells.get(split_column)
         patient = row.cells.get(patient_column, slide)
         if split is not None:
-            if split not in get_args(Part):
-                raise ValueError(f"{row.where}: {split_column} must be {', '.join(get_args(Part))}, got {split!r}")
             before, where = splits.setdefault(patient, (split, row.where))
             if before != split:
                 raise ValueError(
