@@ -191,8 +191,8 @@ def contestants(length: int = 8192) -> dict[str, Contestant]:
     return {
         DENSE: Contestant((dense,), far, has_more_seeds=True),
         "dense, 1,024": Contestant((f"DilatedPattern([{short}], [1])",), mixed, is_short=True),
-        "window of 128": Contestant((near,), mixed),
-        "window of 1,024": Contestant((f"local_window({short - 1})",), mixed, has_more_seeds=True),
+        "window of 128": Contestant((near,), mixed, has_more_seeds=True),
+        "window of 1,024": Contestant((f"local_window({short - 1})",), mixed),
         "LongNet": Contestant(longnet, far),
         "LongNet + window": Contestant(
             (f"local_window({short // 2 - 1}) + DilatedPattern([{2 * short}, {length}], [2, 4])",), far
