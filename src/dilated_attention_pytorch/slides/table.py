@@ -16,11 +16,15 @@ _SHOWN_COLUMNS = 20
 class TableRow(NamedTuple):
     """One line of the file."""
 
-    where: str
-    """The file and line, for messages."""
+    path: Path
     line: int
     """The number of the line."""
     cells: Mapping[str, str]
+
+    @property
+    def where(self) -> str:
+        """The file and line, for messages."""
+        return f"{self.path}, line {self.line}"
 
 
 def read_rows(
@@ -71,7 +75,7 @@ def read_rows(
             if key in first:
                 raise ValueError(f"{where}: slide {key!r} also stands in {first[key]}; remove one of the lines")
             first[key] = where
-            rows.append(TableRow(where, reader.line_num, found))
+            rows.append(TableRow(path, reader.line_num, found))
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {reader.line_num} is not a line of a CSV file ({first_line(error)}); a cell with double "
