@@ -280,8 +280,10 @@ def scale_plan(values: Values) -> str:
     return markdown(head, rows)
 
 
-LENGTHS = (1024, 2048, 4096, 8192)
+LENGTHS = (1024, 8192)
 DISTANCES = ((8, 127), (128, 1023), (1024, 8191))
+NEEDLES = (1920, 8064)
+"""Distances of :func:`hybrids_code`, in tokens."""
 
 
 def by_contestant(values: Values, text: str) -> dict[str, list[Values]]:
@@ -295,12 +297,20 @@ def by_contestant(values: Values, text: str) -> dict[str, list[Values]]:
 
 
 def hybrids_code(values: Values) -> str:
-    """Bits per byte of source code by the tokens read, with half of the range of the seeds."""
+    """Bits per byte of source code by the tokens read, and bits per letter of random strings that come again.
+
+    Means of the seeds, with half of their range.
+    """
     rows = []
     for name, runs in by_contestant(values, "code").items():
-        cells = [with_spread([one["bits_per_byte"][str(length)] for one in runs]) for length in LENGTHS]
-        rows.append((name, f"{len(runs)}", f"{runs[0]['steps']}", f"{runs[0]['tokens'] / 1e6:.1f} M", *cells))
-    return markdown(("model", "seeds", "steps", "tokens", *(f"reading {one:,}" for one in LENGTHS)), rows)
+        bits = [with_spread([one["bits_per_byte"][str(length)] for one in runs]) for length in LENGTHS]
+        needles = [{row["distance"]: row for row in one["needle"]} for one in runs]
+        letters = [[one[NEEDLES[0]]["first"] for one in needles]]
+        letters += [[one[distance]["again"] for one in needles] for distance in NEEDLES]
+        cells = (*bits, *(f"{statistics.mean(one):.2f}" for one in letters))
+        rows.append((name, f"{len(runs)}", f"{runs[0]['steps']}", *cells))
+    head = (*(f"reading {one:,}" for one in LENGTHS), "letters", *(f"{one:,} later" for one in NEEDLES))
+    return markdown(("model", "seeds", "steps", *head), rows)
 
 
 def hybrids_made(values: Values) -> str:

@@ -105,7 +105,7 @@ def results_of(*runs: tuple[str, str, int, float]) -> dict[str, Any]:
                 "date": f"2026-11-2{seed}",
             },
             "steps": 700,
-            "tokens": 4_100_000,
+            "needle": [{"distance": one, "first": 8 * number, "again": number} for one in tables.NEEDLES],
             "bits_per_byte": {str(length): number for length in tables.LENGTHS},
             **(
                 {
@@ -128,9 +128,8 @@ def test_tables_and_the_picture_are_made_from_the_results(tmp_path: Path) -> Non
     )
     results["made: hybrid, dense far: 0"]["recall"][1]["right"] = 0.0
     code = tables.hybrids_code(results).splitlines()
-    assert code[2] == f"| {CONTENT} | 1 | 700 | 4.1 M | 0.6000 | 0.6000 | 0.6000 | 0.6000 |"
-    cells = " | ".join(["0.5100 ± 0.0100"] * 4)
-    assert code[3] == f"| {hybrid} | 2 | 700 | 4.1 M | {cells} |"
+    assert code[2] == f"| {CONTENT} | 1 | 700 | 0.6000 | 0.6000 | 4.80 | 0.60 | 0.60 |"
+    assert code[3] == f"| {hybrid} | 2 | 700 | 0.5100 ± 0.0100 | 0.5100 ± 0.0100 | 4.08 | 0.51 | 0.51 |"
     made = tables.hybrids_made(results).splitlines()
     assert made[2:] == [f"| {hybrid} | {100 * 0.995 * 8 / 72:.1f} % | 99.5 % | 99.5 % | 0.9950 |"]
     results[f"code: {CONTENT}: 0"]["machine"]["processor"] = "another"
