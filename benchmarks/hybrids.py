@@ -409,7 +409,7 @@ def recall_of(folder: Path, given: Hybrids) -> list[dict[str, float]]:
 
 
 def chart(results: dict[str, Any]) -> Figure:
-    """Bits per byte by the tokens read, and recall by distance; a bar spans the seeds."""
+    """Bits per byte by the tokens read, and recall by distance, without the ablations; a bar spans the seeds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -417,9 +417,9 @@ def chart(results: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(6.4, 7.4), layout="constrained")
     FigureCanvasAgg(figure)
     by_length, by_distance = figure.subplots(2, 1)
-    for number, name in enumerate(contestants()):
-        style = {"color": f"C{number % 10}", "marker": "os^"[number // 5], "markersize": 4, "capsize": 2}
-        by_length.errorbar([], [], label=name, **style)
+    for number, name in enumerate(name for name, one in contestants().items() if not one.is_of_made):
+        style = {"color": f"C{number}", "marker": "s" if name.startswith("hybrid") else "o", "markersize": 4}
+        by_length.errorbar([], [], label=name, capsize=2, **style)
         for axes, text, points in ((by_length, "code", _bits_by_length), (by_distance, "made", _recall_by_distance)):
             runs = by_contestant(results, text).get(name, [])
             for_seeds = [points(one) for one in runs]
@@ -429,12 +429,13 @@ def chart(results: dict[str, Any]) -> Figure:
                 mean = [sum(values) / len(values) for values in zip(*y, strict=True)]
                 low = [m - min(values) for m, values in zip(mean, zip(*y, strict=True), strict=True)]
                 high = [max(values) - m for m, values in zip(mean, zip(*y, strict=True), strict=True)]
-                axes.errorbar(x, mean, yerr=(low, high), **style)
+                axes.errorbar(x, mean, yerr=(low, high), capsize=2, **style)
     for axes, across, up in (
         (by_length, "tokens read at most", "bits per byte of source code"),
         (by_distance, "distance in tokens, at least", "values recalled in made texts"),
     ):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel(across)
         axes.set_ylabel(up)
         axes.grid(alpha=0.3)
