@@ -49,12 +49,11 @@ class Train(TrainSettings):
     """
 
     preset: str = "auto"
-    """Starting values, tiny, hybrid, cpu, gpu or gpu-large; default: gpu with CUDA, else usually hybrid. hybrid: 2.7
-    million parameters, every third layer sees all. cpu: LongNet's segments in all layers, 1.7 million. gpu: 100
+    """Starting values, tiny, hybrid, cpu, gpu or gpu-large; default: gpu with CUDA, else hybrid. hybrid: 2.7 million
+    parameters, every third layer sees the whole text. cpu: LongNet's segments in all layers, 1.7 million. gpu: 100
     million, 32,768 bytes of context. gpu-large: 730 million, 65,536 bytes. tiny: seconds. Other flags override them;
     --help after --preset shows them. Instead of hybrid, the default is cpu with --init-from, --packing documents, fewer
-    than 3 layers, or flags that hybrid cannot have: for segments, patterns, --model.rope-theta,
-    --model.shifted-keys."""
+    than 3 layers, or flags that replace its patterns or rotary base."""
     output: Path = Path("runs/longnet")
     """Run folder to create. It must not exist, or be empty."""
     config: Path | None = None

@@ -39,14 +39,14 @@ class ExtensionSettings(RunSettings):
     """New context length in tokens."""
     pattern: str = ""
     """Attention pattern of all layers, as `dilated-attention show` takes it. Default: the run measures candidates on
-    its training text, before training, and takes the best (docs/long-context.md)."""
+    its training text, before training, and takes the cheapest of the nearly best (docs/long-context.md)."""
     layer_patterns: tuple[str, ...] = ()
     """Instead of one pattern, a pattern per layer; "" for a layer that keeps its own sliding window."""
     rotary: Rotary = "yarn"
     """Scaling of the rotary positions. See extend_context."""
     stages: tuple[int, ...] = ()
-    """Lengths of the training windows, in stages of equally many steps. Default: the model's own length, doubled until
-    it is the new one."""
+    """Lengths of the training windows, in stages of equally many steps. Default: twice the model's own length, doubled
+    up to the new one."""
     steps: int = 300
     batch_tokens: int = 0
     """Tokens per forward pass, as windows of the stage's length. Default: one window of the new length."""
