@@ -33,8 +33,7 @@ from dilated_attention_pytorch.integrations.transformers.layers import note_atte
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.ops import attend_blocks
 from dilated_attention_pytorch.patterns import pattern_from_expression
-from dilated_attention_pytorch.training import ExtensionSettings, extend, resume_extension
-from dilated_attention_pytorch.training.checkpoint import latest_checkpoint
+from dilated_attention_pytorch.training import ExtensionSettings, extend
 from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.windows import EvaluationWindows, TrainingWindows, evenly_spread
 from dilated_attention_pytorch.training.evaluation import binned, draw_positions
@@ -216,11 +215,9 @@ def extended(settings: ExtensionSettings, folder: Path) -> dict[str, Any]:
     Raises:
         SystemExit: it was stopped.
     """
-    if not (folder / "model.safetensors").exists():
-        console = Console()
-        outcome = resume_extension(folder, console) if latest_checkpoint(folder) else extend(settings, folder, console)
-        if outcome.stopped_by is not None:
-            raise SystemExit(128 + outcome.stopped_by)
+    outcome = extend(settings, folder, Console(), may_resume=True)
+    if outcome.stopped_by is not None:
+        raise SystemExit(128 + outcome.stopped_by)
     record = read_json(folder / "training.json", **_READ)
     for entry in record["measured"].values():
         entry["by_position"] = binned(torch.tensor(entry["by_position"], dtype=torch.float64))

@@ -139,6 +139,29 @@ def test_a_step_with_drawn_windows_is_predicted_from_measured_steps_with_the_mod
     assert found == pytest.approx(2 * (2 * 211 * 1e-6 + 2 * 2 * mean * 1e-9), rel=1e-3)
 
 
+def test_a_machine_is_measured_for_lists_of_any_length_and_predicts_steps_with_other_patterns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _stands_still(monkeypatch)
+    windows = {"segment_lengths": (), "dilation_rates": (), "layer_segment_shifts": (0,), "num_layers": 4}
+    windows |= {"layer_patterns": ("local_window(40)",), "layer_rope_thetas": (1e4, 1e4, 0.0)}
+    settings = _settings(windows)
+    found = measure_here(settings, "cpu", is_quiet=True, folder=tmp_path)
+    for before in (40, 90):
+        model = dataclasses.replace(settings.model, layer_patterns=(f"local_window({before})",))
+        pairs = 2 * 2 * sum(min(row, before) + 1 for row in range(211))
+        attention = found.seconds(dataclasses.replace(settings, model=model)).attention
+        assert attention == pytest.approx(4 * (2 * 211 * 1e-6 + pairs * 1e-9), rel=1e-3)
+    model = dataclasses.replace(settings.model, layer_patterns=("local_window(40)", "local_window(9)"))
+    with pytest.raises(RunError, match="of another shape"):
+        found.seconds(dataclasses.replace(settings, model=model))
+    # Another pattern is measured anew where it is the model's.
+    names = set(json.loads(next(tmp_path.iterdir()).read_text())["values"])
+    model = dataclasses.replace(settings.model, layer_patterns=("local_window(41)",))
+    measure_here(dataclasses.replace(settings, model=model), "cpu", is_quiet=True, folder=tmp_path)
+    assert names < set(json.loads(next(tmp_path.iterdir()).read_text())["values"])
+
+
 def test_a_step_is_predicted_from_the_nearest_that_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

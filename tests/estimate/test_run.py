@@ -198,6 +198,27 @@ def test_steps_of_every_stage_are_planned_with_its_windows_and_patterns() -> Non
     assert seconds_of_steps(dataclasses.replace(run, stages=stages), 1, device, plan) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("own", "drawn"), [(4095, 31), (31, 4095)])
+def test_steps_of_every_stage_are_planned_with_the_windows_that_they_draw(own: int, drawn: int) -> None:
+    device = Device(sheet=sheet_of("H200"))
+    stages = StageSettings(lengths=(512, 8192), windows=(4, 1), fractions=(0.7, 0.3))
+    model = LongNetConfig(embed_dim=64, num_layers=2, num_heads=2, layer_patterns=(f"local_window({own})",))
+    run = dataclasses.replace(PRESETS["hybrid"](), model=model, steps=40, stages=stages, random_local_windows=(drawn,))
+    expected, by_step = 0.0, run.stages_by_step
+    for step in range(40):
+        stage, patterns = by_step.at(step), by_step.patterns_at(step) or (model.pattern(0),)
+        alone = dataclasses.replace(
+            run,
+            model=dataclasses.replace(model, layer_patterns=(repr(patterns[0]),)),
+            context_length=stages.lengths[stage],
+            batch_size=stages.windows[stage],
+            stages=StageSettings(),
+            random_local_windows=(),
+        )
+        expected += plan_run(alone, 1, device).seconds.total
+    assert seconds_of_steps(run, 1, device, plan_run(run, 1, device)) == pytest.approx(expected)
+
+
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     main(["plan", "--preset", "tiny", "--hardware", "RTX 4090", "--precision", "float32", "--output-file", str(file)])

@@ -126,8 +126,18 @@ def _random_settings() -> Iterator[TrainSettings]:
         )
 
 
+def _of_long_lists() -> Iterator[TrainSettings]:
+    """Models with more patterns or shifts than layers that are traced."""
+    patterns = ("local_window(31)", "local_window(63)") * 2 + ("local_window(31)", "DilatedPattern([601], [1])")
+    by_layer = {"layer_patterns": patterns, "segment_lengths": (), "dilation_rates": (), "num_layers": 12}
+    yield _settings(by_layer, random_local_windows=(7, 15))
+    yield _settings({"layer_segment_shifts": tuple(range(10)), "num_layers": 11, "layer_rope_thetas": (1e4, 0.0)})
+
+
 @pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("settings", list(_random_settings()), ids=lambda one: f"{one.model.num_layers} layers")
+@pytest.mark.parametrize(
+    "settings", [*_random_settings(), *_of_long_lists()], ids=lambda one: f"{one.model.num_layers} layers"
+)
 def test_few_layers_and_blocks_of_the_loss_tell_of_many(settings: TrainSettings, batches: int) -> None:
     settings = dataclasses.replace(settings, gradient_accumulation=batches)
     of_few = max((moment.counts for moment in moments(settings)), key=sum)

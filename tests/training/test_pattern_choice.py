@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dilated_attention_pytorch.errors import RunError
 from dilated_attention_pytorch.integrations import extend_context, register, set_pattern
 from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import ExtensionSettings, extend, pattern_choice
@@ -94,17 +95,19 @@ def test_every_candidate_is_measured_as_it_is_and_the_best_is_set() -> None:
     assert entry == (found[0].patterns[0] if len(found[0].patterns) == 1 else list(found[0].patterns))
 
 
-@pytest.mark.parametrize("layer", range(3))
-def test_a_layer_that_changes_nothing_is_needed_least(layer: int) -> None:
-    model = model_of()
-    with torch.no_grad():
-        for other in {0, 1, 2} - {layer}:
-            model.model.layers[other].self_attn.o_proj.weight.zero_()
-    model.model.layers[layer].self_attn.o_proj.weight.data.mul_(0.02)
-    windows = texts(2, OWN)
-    # The first layer's attention raises the loss of random texts or lowers it: only whether it changes it is known.
-    order = layers_by_need(model, [0, 1, 2], windows, "float32", quiet())
-    assert (order[0] if order[0] == layer else order[-1]) == layer
+def test_layers_that_lose_most_with_a_short_window_and_the_first_tokens_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, losses = model_of(), [1.5, 3.0, 2.0]
+
+    def loss(*_: Any) -> float:
+        (entry,) = model.config.dilated_attention.values()
+        (layer,) = (index for index, text in enumerate(entry) if text != pattern_choice.dense(OWN))
+        assert entry[layer] == "local_window(3) + global_tokens(4, beyond=3)"
+        return losses[layer]
+
+    monkeypatch.setattr(pattern_choice, "mean_bits", loss)
+    assert layers_by_need(model, [0, 1, 2], texts(2, OWN), "float32", quiet()) == [1, 2, 0]
 
 
 def test_windows_and_first_tokens_change_nothing_within_the_models_own_length() -> None:
@@ -189,6 +192,16 @@ def test_a_run_without_a_pattern_records_what_it_chose(texts: Path, tmp_path: Pa
     assert best["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
     # A second command with the same words finds the run finished, whatever it chose.
     assert extend(settings, tmp_path / "run", quiet(), may_resume=True).step == 2
+
+
+def test_a_list_of_one_pattern_is_not_that_of_all_layers(texts: Path, tmp_path: Path) -> None:
+    model_of().save_pretrained(tmp_path / "short")
+    settings = ExtensionSettings(
+        model=str(tmp_path / "short"), data=(texts,), context_length=LONG, layer_patterns=("local_window(31)",)
+    )
+    with pytest.raises(RunError, match="one pattern, or one per layer of 3, got a list of 1"):
+        extend(settings, tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_pattern_for_all_layers_and_one_for_each_are_refused_together() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.models.config import CYCLED, LongNetConfig
 from dilated_attention_pytorch.patterns import Pattern
 from dilated_attention_pytorch.patterns.blocks import with_local_window
 from dilated_attention_pytorch.training.autocast import computing_dtype
@@ -55,6 +55,12 @@ def heads_of(model: LongNetConfig) -> tuple[int, int]:
 def period_of_positions(model: LongNetConfig) -> int:
     """Period in layers of the rotary bases and of the scaled scores."""
     return math.lcm(len(model.layer_rope_thetas) or 1, len(model.layer_scale_lengths) or 1)
+
+
+def with_num_layers(model: LongNetConfig, num_layers: int) -> LongNetConfig:
+    """The model with so many layers, and of its lists for the layers the entries that they read."""
+    lists = {name: getattr(model, name)[:num_layers] for name in CYCLED}
+    return dataclasses.replace(model, num_layers=num_layers, **lists)
 
 
 def recomputed_layers(model: LongNetConfig) -> list[int]:

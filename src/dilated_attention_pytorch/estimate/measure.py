@@ -32,7 +32,7 @@ from dilated_attention_pytorch.training.measures import matrix_product_rate
 from dilated_attention_pytorch.training.profiled_step import new_step
 from dilated_attention_pytorch.training.settings import TrainSettings
 
-from .batch import attention_of, of_mesh, recomputed_layers, rows_of_batch, with_length
+from .batch import attention_of, of_mesh, period_of_positions, recomputed_layers, rows_of_batch, with_length
 from .flops import pairs_of, step_work
 from .memory import footprint
 from .seconds import StepSeconds
@@ -65,7 +65,7 @@ class Here:
     kind: str
     """ "cpu" or "cuda"."""
     steps: str
-    """Digest of what the measurements are for: model shape except layers, precision and optimizer."""
+    """Digest of what the measurements are for: model shape except layers and patterns, precision and optimizer."""
     points: tuple[StepPoint, ...]
     """Steps with two numbers of layers, each with two numbers of rows."""
     attention: tuple[tuple[float, float], ...]
@@ -77,8 +77,9 @@ class Here:
         """Predicted seconds of a step of one process.
 
         All but attention is fitted to four measured steps of one batch, by layers, rows and their product, and scaled
-        such that the nearest of those steps is met; attention follows from its own rows and pairs. Every batch takes as
-        long, and no less than its operations at the highest rate that was measured.
+        such that the nearest of those steps is met; attention follows from its own rows and pairs, under a pattern that
+        was not measured at the rates of the one in its place. Every batch takes as long, and no less than its
+        operations at the highest rate that was measured.
 
         Raises:
             RunError: the measurements are for other steps.
@@ -143,8 +144,15 @@ def _bilinear(points: tuple[StepPoint, ...], layers: float, rows: float, of: Cal
 
 
 def shape_of_steps(settings: TrainSettings) -> str:
-    """Digest of all that determines the time of a step, except its layers and lengths."""
-    values = [{**settings.model.to_dict(), "num_layers": 0}, settings.precision, settings.optimizer]
+    """Digest of all that determines the time of a step, except its layers, lengths and patterns."""
+    model = settings.model
+    others = dataclasses.replace(
+        model, num_layers=1, segment_lengths=(1,), dilation_rates=(1,), layer_segment_shifts=(0,), layer_patterns=()
+    )
+    return _digest([others.to_dict(), len(model.different_patterns), settings.precision, settings.optimizer])
+
+
+def _digest(values: list[object]) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
@@ -337,18 +345,21 @@ class _Probe:
         self.done += 1
 
     def _name(self, words: str) -> str:
-        """Name of a measurement, with a digest of the model's shape without its number of layers."""
-        return f"{words} of {shape_of_steps(self.settings)}"
+        """Name of a measurement, with a digest of the model without its number of layers."""
+        patterns = list(map(repr, self.settings.model.different_patterns))
+        return f"{words} of {_digest([shape_of_steps(self.settings), patterns])}"
 
     def _sizes(self, rate: float) -> tuple[tuple[int, int], int, tuple[int, int]]:
         """Two numbers of layers, a number of texts, and two lengths.
 
-        Texts and lengths are those of the run, reduced until a step of two pattern periods meets the time limit. The
-        larger number of layers is as large as time and memory allow, up to the model's: small differences could not be
-        measured.
+        Texts and lengths are those of the run, reduced until a step of two periods of the layers meets the time limit.
+        The larger number of layers is as large as time and memory allow, up to the model's: small differences could not
+        be measured.
         """
         model = self.settings.model
-        period = max(len(model.different_patterns), model.checkpoint_every if model.gradient_checkpointing else 1)
+        recomputation = model.checkpoint_every if model.gradient_checkpointing else 1
+        period = math.lcm(len(model.different_patterns), period_of_positions(model), recomputation)
+        period = min(period, model.num_layers)
         texts, length = self.settings.batch_size, min(_MOST_ROWS, max(_LEAST_ROWS, self.settings.context_length))
 
         def is_short(layers: int) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dilated_attention_pytorch.data_sheets import DataSheet, Link, link_of
 from dilated_attention_pytorch.errors import RunError
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.patterns.blocks import with_local_window
 from dilated_attention_pytorch.training.preflight import check_processes
 from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import TrainSettings
+from dilated_attention_pytorch.training.stages import steps_with_drawn_windows
 
 from .batch import rows_of_batch, with_length
 from .exchange import SentBytes, exchanges
@@ -136,7 +141,7 @@ def plan_run(
 
 
 def seconds_of_steps(settings: TrainSettings, num_processes: int, device: Device, plan: RunPlan) -> float:
-    """Seconds of all steps of a run: in each stage those of steps on its windows, with its patterns.
+    """Seconds of all steps of a run: in each stage those of steps on its windows, with their patterns.
 
     Args:
         settings, num_processes, device: see :func:`plan_run`.
@@ -155,14 +160,31 @@ def seconds_of_steps(settings: TrainSettings, num_processes: int, device: Device
     starts = (0, *stages.ends[:-1])
     seconds = 0.0
     for stage, (start, end) in enumerate(zip(starts, stages.ends, strict=True)):
-        of_stage = with_length(
-            settings,
-            stages.lengths[stage],
-            batch_size=stages.windows[stage] * settings.batch_size,
-            model=models[stage] if models else model,
-        )
-        seconds += (end - start) * plan_run(of_stage, num_processes, device).seconds.total
+        for number, of_steps in _models_of_steps(settings, models[stage] if models else model, start, end):
+            of_stage = with_length(
+                settings,
+                stages.lengths[stage],
+                batch_size=stages.windows[stage] * settings.batch_size,
+                model=of_steps,
+                random_local_windows=(),
+            )
+            seconds += number * plan_run(of_stage, num_processes, device).seconds.total
     return seconds
+
+
+def _models_of_steps(
+    settings: TrainSettings, model: LongNetConfig, start: int, end: int
+) -> Iterator[tuple[float, LongNetConfig]]:
+    """Models with the patterns of the steps from ``start`` to ``end``, and the expected number of steps of each."""
+    sizes = settings.random_local_windows
+    drawn_until = steps_with_drawn_windows(settings.steps) if sizes else 0
+    drawn = max(0, min(end, drawn_until) - start)
+    if drawn:
+        for before, times in Counter(sizes).items():
+            patterns = (with_local_window(one, before) for one in model.different_patterns)
+            yield drawn * times / len(sizes), dataclasses.replace(model, layer_patterns=tuple(map(repr, patterns)))
+    if drawn < end - start:
+        yield end - start - drawn, model
 
 
 def plan_of_work(

@@ -144,9 +144,11 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     preflight.check_extend_machine(settings, output, device, config)
     inputs = _read(settings, load_tokenizer(what, settings.model, config), console)
     _check_text(inputs, settings)
-    # The simplest of the candidates, where the pattern is to be chosen.
-    first = settings.patterns or (pattern_choice.segments(own_length, settings.context_length, num_kv_heads(config)),)
-    density = _check_model(load_model(what, settings.model, device), settings.with_patterns(first))
+    checked = settings
+    if not settings.patterns:  # those of the simplest candidate
+        far = pattern_choice.segments(own_length, settings.context_length, num_kv_heads(config))
+        checked = settings.with_patterns([far])
+    density = _check_model(load_model(what, settings.model, device), checked)
     model = load_model(what, settings.model, device)  # the check changes its model
     windows = _held_out_windows(inputs.held_out, settings)
     num_held_out_bytes = sum(num_bytes(window[1:], inputs.tokenizer) for window in windows)
@@ -280,8 +282,8 @@ def _check_model(model: PreTrainedModel, settings: ExtensionSettings) -> float:
 def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     from dilated_attention_pytorch.integrations import extend_context
 
-    patterns = pattern_choice.of_model(settings.patterns)
-    extend_context(model, settings.context_length, patterns, rotary=settings.rotary)
+    pattern = settings.pattern or [one or None for one in settings.layer_patterns]
+    extend_context(model, settings.context_length, pattern, rotary=settings.rotary)
 
 
 def _choose(run: _Extension) -> list[pattern_choice.Candidate]:

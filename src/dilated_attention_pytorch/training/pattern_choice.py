@@ -7,9 +7,9 @@ A model of L tokens is to read N. Candidates:
 - that window in most layers, and dense attention in the quarter that needs it most;
 - the same with the segments in that quarter.
 
-Which layers need distant tokens is found at the model's own length: with a window of L / 8 in one layer at a time, the
-loss rises most for those that read further (layers chosen by likelihood: arXiv:2606.27791). The candidates are
-compared at N tokens, before any training.
+Which layers need distant tokens is found at the model's own length: with a window of L / 8 and the first tokens in one
+layer at a time, the loss rises most for those that read further (layers chosen by likelihood: arXiv:2606.27791). The
+candidates are compared at N tokens, before any training.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def segments(own_length: int, length: int, num_kv_heads: int) -> str:
     return f"DilatedPattern({[own_length, *lengths]}, {[1, *rates]})"
 
 
-def window(own_length: int) -> str:
-    """A window of the model's own length, and the first tokens of the text where it does not reach them."""
-    return f"local_window({own_length - 1}) + global_tokens({SINKS}, beyond={own_length - 1})"
+def window(length: int) -> str:
+    """A window of ``length`` tokens, and the first tokens of the text where it does not reach them."""
+    return f"local_window({length - 1}) + global_tokens({SINKS}, beyond={length - 1})"
 
 
 def of_model(patterns: Sequence[str]) -> PatternOfModel:
@@ -112,7 +112,7 @@ def layers_apart(model: PreTrainedModel, pattern: str, console: Console) -> list
 def layers_by_need(
     model: PreTrainedModel, layers: Sequence[int], texts: Sequence[Tensor], precision: str, console: Console
 ) -> list[int]:
-    """Layers, those first whose attention cannot be made short without loss.
+    """Layers, those first whose attention loses most from seeing a short window and the first tokens alone.
 
     Args:
         model: the model; its pattern is changed.
@@ -122,7 +122,7 @@ def layers_by_need(
         console: console for the progress.
     """
     own_length = max(map(len, texts))
-    near = f"local_window({max(1, own_length // ABLATION_WINDOW) - 1})"
+    near = window(max(1, own_length // ABLATION_WINDOW))
     loss: dict[int, float] = {}
     for index, layer in enumerate(layers):
         set_pattern(model, of_model(by_layer(model, [layer], near, dense(own_length))))
