@@ -18,7 +18,6 @@ from dilated_attention_pytorch.patterns import Pattern
 from .cache_index import CacheIndex, CacheIndexStep
 from .config import LongNetConfig
 from .padding import Run, group_rows, positions_of
-from .previous_keys import within_document
 from .reading import Stored, merge_key_ranges, merge_visible_keys
 
 if TYPE_CHECKING:
@@ -326,8 +325,7 @@ class CacheStep:
         rows = torch.cat([before, key], dim=1)[sequences, moved]
         self.last_keys[layer] = rows[sequences, (stops - starts)[:, None] + columns[:count]]
         back = (columns[count:] - starts[:, None]).clamp_(min=count)  # the row itself
-        previous = tuple(rows[sequences, back - distance] for distance in range(1, count + 1))
-        return within_document(previous, self.positions)
+        return tuple(rows[sequences, back - distance] for distance in range(1, count + 1))
 
     def attend(
         self,

@@ -31,7 +31,7 @@ _ROWS, _NAME_WIDTH = 15, 60
 def profile_run(run: Path, output: Path, *, steps: int = _STEPS) -> str:
     """Profile steps of a run on its own data, with a new model in this process, by :mod:`torch.profiler`.
 
-    Distribution, torch.compile and float8 are ignored.
+    Distribution, torch.compile, float8 and windows drawn at random are ignored.
 
     Args:
         run: run folder of `train`, finished or not.

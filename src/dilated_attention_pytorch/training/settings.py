@@ -93,7 +93,7 @@ class TrainSettings(RunSettings):
     muon_momentum: float = 0.95
     """Momentum of Muon (Nesterov)."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; none for the embedding, biases and norms."""
+    """Decoupled weight decay of matrices; none for the embedding, biases, norms and the convolution of keys."""
     adam_beta1: float = 0.9
     """Decay of AdamW's first moment."""
     adam_beta2: float = 0.95
