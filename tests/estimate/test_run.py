@@ -179,6 +179,16 @@ def test_a_plan_of_another_model_does_not_read_the_stages_of_a_preset(
     assert "16,384 tokens in a step" in capsys.readouterr().out
 
 
+def test_the_page_on_training_has_the_share_of_attention_of_the_presets() -> None:
+    shares = []
+    for name in ("hybrid", "cpu"):
+        flops = longnet_flops(PRESETS[name]().model)
+        shares += [f"{1 - flops.per_token * length / flops.of_text(length):.0%}" for length in (8192, 32768)]
+    a, b, c, d = (share.replace("%", " %") for share in shares)
+    page = " ".join((Path(__file__).parents[2] / "docs" / "training.md").read_text().split())
+    assert f"attention is {a} of the operations at 8,192 bytes, {b} at 32,768 (`cpu`: {c}, {d})" in page
+
+
 def test_steps_of_every_stage_are_planned_with_its_windows_and_patterns() -> None:
     device = Device(sheet=sheet_of("H200"))
     run = dataclasses.replace(PRESETS["cpu"](), steps=30, batch_size=2, precision="float32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dilated_attention_pytorch.models.config import CYCLED, LongNetConfig
@@ -85,6 +85,21 @@ def mean_of_steps(settings: TrainSettings, pattern: Pattern, number: Callable[[P
     """The mean of ``number`` over :func:`patterns_of_steps`, rounded down."""
     patterns = patterns_of_steps(settings, pattern)
     return sum(times * number(one) for one, times in patterns.items()) // patterns.total()
+
+
+def models_of_steps(
+    settings: TrainSettings, model: LongNetConfig, start: int, end: int
+) -> Iterator[tuple[float, LongNetConfig]]:
+    """Models with the patterns of the steps from ``start`` to ``end``, and the expected number of steps of each."""
+    sizes = settings.random_local_windows
+    drawn_until = steps_with_drawn_windows(settings.steps) if sizes else 0
+    drawn = max(0, min(end, drawn_until) - start)
+    if drawn:
+        for before, times in Counter(sizes).items():
+            patterns = (with_local_window(one, before) for one in model.different_patterns)
+            yield drawn * times / len(sizes), dataclasses.replace(model, layer_patterns=tuple(map(repr, patterns)))
+    if drawn < end - start:
+        yield end - start - drawn, model
 
 
 def sharing_of(settings: TrainSettings, pattern: Pattern) -> ParallelEstimate:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dilated_attention_pytorch.data_sheets import DataSheet, Link, link_of
 from dilated_attention_pytorch.errors import RunError
-from dilated_attention_pytorch.models.config import LongNetConfig
-from dilated_attention_pytorch.patterns.blocks import with_local_window
 from dilated_attention_pytorch.training.preflight import check_processes
 from dilated_attention_pytorch.training.run_settings import Precision
 from dilated_attention_pytorch.training.settings import TrainSettings
-from dilated_attention_pytorch.training.stages import steps_with_drawn_windows
 
-from .batch import rows_of_batch, with_length
+from .batch import models_of_steps, rows_of_batch, with_length
 from .exchange import SentBytes, exchanges
 from .flops import FORWARD_AND_BACKWARD, StepWork, forward_work, step_work
 from .generation import Generation, generation_footprint
@@ -160,7 +155,7 @@ def seconds_of_steps(settings: TrainSettings, num_processes: int, device: Device
     starts = (0, *stages.ends[:-1])
     seconds = 0.0
     for stage, (start, end) in enumerate(zip(starts, stages.ends, strict=True)):
-        for number, of_steps in _models_of_steps(settings, models[stage] if models else model, start, end):
+        for number, of_steps in models_of_steps(settings, models[stage] if models else model, start, end):
             of_stage = with_length(
                 settings,
                 stages.lengths[stage],
@@ -170,21 +165,6 @@ def seconds_of_steps(settings: TrainSettings, num_processes: int, device: Device
             )
             seconds += number * plan_run(of_stage, num_processes, device).seconds.total
     return seconds
-
-
-def _models_of_steps(
-    settings: TrainSettings, model: LongNetConfig, start: int, end: int
-) -> Iterator[tuple[float, LongNetConfig]]:
-    """Models with the patterns of the steps from ``start`` to ``end``, and the expected number of steps of each."""
-    sizes = settings.random_local_windows
-    drawn_until = steps_with_drawn_windows(settings.steps) if sizes else 0
-    drawn = max(0, min(end, drawn_until) - start)
-    if drawn:
-        for before, times in Counter(sizes).items():
-            patterns = (with_local_window(one, before) for one in model.different_patterns)
-            yield drawn * times / len(sizes), dataclasses.replace(model, layer_patterns=tuple(map(repr, patterns)))
-    if drawn < end - start:
-        yield end - start - drawn, model
 
 
 def plan_of_work(

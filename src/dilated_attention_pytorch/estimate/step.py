@@ -167,7 +167,7 @@ def _traced(passes: _Passes, is_training: bool, num_layers: int, length: int) ->
 
     Those in the middle, which never peak, are left out.
     """
-    # Fake tensors take the memory of attention under any pattern.
+    # A trace reads no pattern.
     model = with_num_layers(passes.settings.model, num_layers)
     settings = with_length(passes.settings, length, model=model, random_local_windows=())
     num_blocks = -(-rows_of_batch(settings) // rows_at_once(model.vocab_size))
