@@ -3,10 +3,11 @@
     python -m benchmarks.long_context
 
 A Llama of 4.3 million parameters is trained on Python source in windows of 1,024 tokens by transformers' Trainer, with
-dense attention. Then ``dilated-attention extend`` extends it to 4 and 8 times that length: with the candidate that
-``extend`` chooses, and with each of the others; with dense attention; and with blocks of keys chosen by content in all
-layers. For the last, which no pattern describes, this process computes the attention: a block of queries sees its own
-block of keys and those whose mean key has the highest score with the mean query, as many pairs as a window.
+dense attention and the optimizer of ``train``. Then ``dilated-attention extend`` extends it to 4 and 8 times that
+length: with the candidate that ``extend`` chooses, and with each of the others; with windows and scaled positions; with
+dense attention; and with blocks of keys chosen by content in all layers. For the last, which no pattern describes, this
+process computes the attention: a block of queries sees its own block of keys and those whose mean key has the highest
+score with the mean query, as many pairs as a window.
 
 A text is the source of one model of transformers, file after file; files repeat parts of each other. The same command
 resumes a training where it stopped.
@@ -33,12 +34,13 @@ from dilated_attention_pytorch.integrations.transformers.layers import note_atte
 from dilated_attention_pytorch.nn import AdaptiveBlockAttention
 from dilated_attention_pytorch.ops import attend_blocks
 from dilated_attention_pytorch.patterns import pattern_from_expression
-from dilated_attention_pytorch.training import ExtensionSettings, extend
+from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, extend
 from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.windows import EvaluationWindows, TrainingWindows, evenly_spread
 from dilated_attention_pytorch.training.evaluation import binned, draw_positions
 from dilated_attention_pytorch.training.manifest import read_json
-from dilated_attention_pytorch.training.pattern_choice import dense
+from dilated_attention_pytorch.training.optimizer import build_optimizer
+from dilated_attention_pytorch.training.pattern_choice import dense, window
 from dilated_attention_pytorch.training.pretrained import load_tokenizer, tokenized
 
 from .measured_code import digest
@@ -66,8 +68,8 @@ class LongContext(Study):
     layers: int = 8
     """Layers of the model."""
     pretraining_steps: int = 1200
-    """Steps of the short model, of 8 windows."""
-    steps: int = 100
+    """Steps of the short model, of 4 windows."""
+    steps: int = 60
     """Steps of an extension, of as many tokens as the longest window."""
     short: int = 1024
     """Length of the short model's windows, in tokens."""
@@ -174,13 +176,10 @@ def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> 
         args=TrainingArguments(
             output_dir=str(unfinished),
             max_steps=steps,
-            per_device_train_batch_size=8,
-            per_device_eval_batch_size=8,
-            learning_rate=2e-3,
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
             lr_scheduler_type="linear",
             warmup_steps=steps // 30,
-            weight_decay=0.1,
-            adam_beta2=0.95,
             use_cpu=True,
             seed=seed,
             logging_steps=max(1, steps // 10),
@@ -192,8 +191,9 @@ def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> 
             dataloader_pin_memory=False,
         ),
         train_dataset=TrainingWindows(
-            tokenized(corpus.training, words), length, 8 * steps, seed=seed, file_start_fraction=0.0
+            tokenized(corpus.training, words), length, 4 * steps, seed=seed, file_start_fraction=0.0
         ),
+        optimizers=(build_optimizer(model, PRESETS["hybrid"]()), None),
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(unfinished) if unfinished.exists() else None)
     nats = trainer.evaluate(Subset(held_out, evenly_spread(len(held_out), 2)) if given.tiny else held_out)["eval_loss"]
@@ -202,7 +202,7 @@ def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> 
         "steps": steps,
         "seed": seed,
         "parameters": model.num_parameters(),
-        "tokens_per_step": 8 * length,
+        "tokens_per_step": 4 * length,
         "bits_per_token": nats / math.log(2),
     }
     write_json(said, record)
@@ -225,8 +225,12 @@ def extended(settings: ExtensionSettings, folder: Path) -> dict[str, Any]:
 
 
 def fixed_patterns(given: LongContext, length: int) -> dict[str, tuple[str, ...]]:
-    """Patterns that are not among the candidates of ``extend``, by name."""
-    return {"dense in all layers": (dense(length),), CONTENT: (content_stand_in(given.short),)}
+    """Patterns that are not among the candidates of ``extend``, by name; their positions are scaled."""
+    return {
+        "windows and first tokens, positions scaled": (window(given.short),),
+        "dense in all layers": (dense(length),),
+        CONTENT: (content_stand_in(given.short),),
+    }
 
 
 def density(patterns: Sequence[str], length: int, num_heads: int) -> float:
@@ -269,12 +273,13 @@ def measure(given: LongContext) -> dict[str, Any]:
         )
         chosen = extended(open_settings, folder / f"{length}-chosen")
         found = records[length] = {chosen["candidates"][0]["name"]: chosen}
-        todo = {one["name"]: tuple(one["patterns"]) for one in chosen["candidates"][1:]}
-        for name, patterns in {**todo, **fixed_patterns(given, length)}.items():
+        todo = {one["name"]: (one["patterns"], one["rotary"]) for one in chosen["candidates"][1:]}
+        fixed = {name: (patterns, "yarn") for name, patterns in fixed_patterns(given, length).items()}
+        for name, (patterns, rotary) in {**todo, **fixed}.items():
             is_content = name == CONTENT
             with blocks_by_content(given.short) if is_content else contextlib.nullcontext():
                 own = folder / f"{length}-{name.replace(', ', '-').replace(' ', '-')}"
-                found[name] = extended(open_settings.with_patterns(patterns), own)
+                found[name] = extended(open_settings.with_patterns(patterns, rotary), own)
         for name, record in found.items():
             settings = ExtensionSettings.from_dict(record["settings"])
             record["density"] = density(settings.patterns, length, given.width // 32)

@@ -65,11 +65,10 @@ def measured(model: Any, windows: Sequence[torch.Tensor], patterns: Sequence[str
     return total / len(windows) / torch.tensor(2.0).log().item()
 
 
-def test_every_candidate_is_measured_as_it_is_and_the_best_is_set() -> None:
+@pytest.mark.parametrize("rotary", ["auto", "linear", "none"])
+def test_every_candidate_is_measured_as_it_is_the_best_first(rotary: Any) -> None:
     windows = texts(2, LONG)
-    options = {"rotary": "linear", "precision": "float32", "console": quiet()}
-    model = model_of()
-    found = measure_candidates(model, windows, OWN, 2, **options)
+    found = measure_candidates(model_of(), windows, OWN, 2, rotary=rotary, precision="float32", console=quiet())
     far, near = (
         f"DilatedPattern([{OWN}, 64, {LONG}], [1, 2, 2])",
         f"local_window({OWN - 1}) + global_tokens(4, beyond={OWN - 1})",
@@ -82,7 +81,9 @@ def test_every_candidate_is_measured_as_it_is_and_the_best_is_set() -> None:
     assert {one[layer] for one in by_layer} == expected
     assert all(one[:layer] + one[layer + 1 :] == (near, near) for one in by_layer)
     for one in found:
-        again = extend_context(model_of(attn_implementation="eager"), LONG, far, rotary="linear")
+        is_window = one.patterns == (near,)
+        assert one.rotary == (rotary if rotary != "auto" else "none" if is_window else "yarn")
+        again = extend_context(model_of(attn_implementation="eager"), LONG, far, rotary=one.rotary)
         again.set_attn_implementation("eager")
         assert one.bits == pytest.approx(measured(again, windows, one.patterns), rel=1e-5)
         densities = [
@@ -91,8 +92,6 @@ def test_every_candidate_is_measured_as_it_is_and_the_best_is_set() -> None:
         assert one.density == pytest.approx(sum(densities) / len(densities))
     least = min(one.bits for one in found)
     assert found[0].bits <= (1.0 + CLOSE) * least
-    (entry,) = model.config.dilated_attention.values()
-    assert entry == (found[0].patterns[0] if len(found[0].patterns) == 1 else list(found[0].patterns))
 
 
 def test_layers_that_lose_most_with_a_short_window_and_the_first_tokens_come_first(
@@ -118,7 +117,7 @@ def test_windows_and_first_tokens_change_nothing_within_the_models_own_length() 
 
 
 def test_candidates_that_are_about_as_good_are_chosen_by_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    bits = iter([5.0, 5.004, 4.997, 7.0])
+    bits = iter([5.004, 5.0, 4.997, 7.0])
     monkeypatch.setattr(pattern_choice, "layers_by_need", lambda model, layers, *others: list(layers))
     monkeypatch.setattr(pattern_choice, "mean_bits", lambda *arguments: next(bits))
     found = measure_candidates(model_of(), texts(1, LONG), OWN, 2, rotary="yarn", precision="float32", console=quiet())
@@ -174,7 +173,8 @@ def test_a_run_without_a_pattern_records_what_it_chose(texts: Path, tmp_path: Pa
     record = json.loads((run / "training.json").read_text())
     best = record["candidates"][0]
     assert len(record["candidates"]) == 4
-    assert "rotary scaling yarn, a pattern chosen by measurement" in console.said
+    assert "128 tokens, pattern and rotary scaling chosen by measurement" in console.said
+    assert record["settings"]["rotary"] == best["rotary"]
     assert f"chosen: {best['name']}: {best['bits_per_byte']:.3f} bits per byte" in console.said
     assert console.said.count("instead: ") == 3
     set_patterns = (
@@ -187,11 +187,41 @@ def test_a_run_without_a_pattern_records_what_it_chose(texts: Path, tmp_path: Pa
     # The candidates are compared on the text to train on, and not on what is held out.
     windows = EvaluationWindows(read_corpus([texts]).training, LONG, 4)
     again = model_of(attn_implementation="eager")
-    extend_context(again, LONG, "DilatedPattern([32, 64, 128], [1, 2, 2])").set_attn_implementation("eager")
+    extend_context(again, LONG, "DilatedPattern([32, 64, 128], [1, 2, 2])", rotary=best["rotary"])
+    again.set_attn_implementation("eager")
     bits = measured(again, [windows[index]["input_ids"] for index in range(4)], best["patterns"])
     assert best["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
     # A second command with the same words finds the run finished, whatever it chose.
     assert extend(settings, tmp_path / "run", quiet(), may_resume=True).step == 2
+
+
+@pytest.mark.parametrize(("rotary", "rope_type"), [("auto", "default"), ("linear", "linear")])
+def test_windows_are_chosen_with_the_positions_of_the_model_unless_a_scaling_is_given(
+    rotary: Any, rope_type: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "windows and first tokens"
+    monkeypatch.setattr(pattern_choice, "mean_bits", lambda *arguments: 1.0 if arguments[-1] == name else 2.0)
+    model_of().save_pretrained(tmp_path / "short")
+    settings = ExtensionSettings(
+        model=str(tmp_path / "short"), data=(texts,), context_length=LONG, rotary=rotary, steps=1, precision="float32",
+        device="cpu", threads=1, eval_steps=1, save_steps=1, eval_windows=1, final_eval_windows=1,
+    )  # fmt: skip
+    run = extend(settings, tmp_path / "run", quiet()).run
+    begun = json.loads((run / "training.json").read_text())["settings"]
+    assert begun["pattern"] == pattern_choice.window(OWN)
+    assert begun["rotary"] == ("none" if rotary == "auto" else rotary)
+    register()
+    config = AutoModelForCausalLM.from_pretrained(run, attn_implementation="dilated").config
+    assert config.rope_parameters["rope_type"] == rope_type
+    assert config.max_position_embeddings == LONG
+    assert extend(settings, tmp_path / "run", quiet(), may_resume=True).step == 1
+
+
+def test_a_pattern_without_a_scaling_takes_yarn() -> None:
+    given = ExtensionSettings(model="m", pattern="local_window(3)", context_length=LONG)
+    assert given.complete(OWN).rotary == "yarn"
+    assert ExtensionSettings(model="m", context_length=LONG).complete(OWN).rotary == "auto"
+    assert given.with_patterns(["local_window(3)"], "none").rotary == "none"
 
 
 def test_a_list_of_one_pattern_is_not_that_of_all_layers(texts: Path, tmp_path: Path) -> None:
@@ -213,10 +243,10 @@ def test_a_pattern_for_all_layers_and_one_for_each_are_refused_together() -> Non
 
 def test_what_is_said_of_the_candidates() -> None:
     found = [
-        Candidate(name="windows", patterns=("local_window(3)",), bits=4.0, density=0.25),
-        Candidate(name="dense", patterns=("DilatedPattern([9], [1])",), bits=5.0, density=1.0),
+        Candidate(name="windows", patterns=("local_window(3)",), bits=4.0, density=0.25, rotary="none"),
+        Candidate(name="dense", patterns=("DilatedPattern([9], [1])",), bits=5.0, density=1.0, rotary="yarn"),
     ]
     assert pattern_choice.described(found, 2.0) == [
-        "chosen: windows: 2.000 bits per byte, 25.0% of the pairs of dense attention",
-        "instead: dense: 2.500 bits per byte, 100.0% of the pairs of dense attention",
+        "chosen: windows: 2.000 bits per byte, 25.0% of the pairs of dense attention, rotary scaling none",
+        "instead: dense: 2.500 bits per byte, 100.0% of the pairs of dense attention, rotary scaling yarn",
     ]

@@ -170,13 +170,12 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
             "bytes_per_token": bytes_per_token,
             "measured": {"before": _measure(run, "before")},
         }
-        if settings.patterns:
-            _replace(model, settings)
-        else:
-            found = _choose(run)
+        if not settings.patterns:
+            found = _choose(run, load_model(what, settings.model, device))
             values["candidates"] = pattern_choice.recorded(found, bytes_per_token)
-            run = dataclasses.replace(run, settings=settings.with_patterns(found[0].patterns))
-        settings = run.settings
+            settings = settings.with_patterns(found[0].patterns, found[0].rotary)
+            run = dataclasses.replace(run, settings=settings)
+        _replace(model, settings)
         values["measured"]["replaced"] = _measure(run, "replaced")
         opened.check()
         # So far the folder holds only the lease: a run that is stopped while it measures can begin again into it.
@@ -283,15 +282,16 @@ def _replace(model: PreTrainedModel, settings: ExtensionSettings) -> None:
     from dilated_attention_pytorch.integrations import extend_context
 
     pattern = settings.pattern or [one or None for one in settings.layer_patterns]
+    assert settings.rotary != "auto", "the scaling is chosen with the pattern"
     extend_context(model, settings.context_length, pattern, rotary=settings.rotary)
 
 
-def _choose(run: _Extension) -> list[pattern_choice.Candidate]:
-    """The candidates for the pattern, best first; the model is extended with the best."""
+def _choose(run: _Extension, model: PreTrainedModel) -> list[pattern_choice.Candidate]:
+    """The candidates for the pattern, best first, as measured with ``model``, which is changed."""
     settings = run.settings
     windows = EvaluationWindows(run.inputs.training, settings.context_length, _TEXTS_OF_CHOICE)
     found = pattern_choice.measure_candidates(
-        run.model,
+        model,
         [windows[index]["input_ids"] for index in range(len(windows))],
         run.own_length,
         num_kv_heads(run.model.config),
@@ -312,16 +312,17 @@ def _announce(run: _Extension, device: str, density: float | None) -> None:
     pattern = (
         settings.pattern or f"patterns by layer {'; '.join(one or 'its window' for one in settings.layer_patterns)}"
     )
-    change = (
-        "a pattern chosen by measurement"
-        if density is None
-        else f"{pattern}: {density:.1%} of the pairs of dense attention"
-    )
+    if density is not None:
+        change = f"rotary scaling {settings.rotary}, {pattern}: {density:.1%} of the pairs of dense attention"
+    elif settings.rotary == "auto":
+        change = "pattern and rotary scaling chosen by measurement"
+    else:
+        change = f"rotary scaling {settings.rotary}, a pattern chosen by measurement"
     where = f"{settings.threads} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
     run.opened.say(
         f"text: {text}, read as {tokens}{describe_skipped(inputs.corpus.skipped, '; left out: ')}",
         f"model: {settings.model}: {parameters:,} parameters, {run.own_length:,} tokens of context",
-        f"change: {settings.context_length:,} tokens, rotary scaling {settings.rotary}, {change}",
+        f"change: {settings.context_length:,} tokens, {change}",
         f"run: {settings.steps:,} steps of about {settings.batch_tokens * settings.gradient_accumulation:,} tokens in "
         f"windows of {', '.join(f'{stage:,}' for stage in settings.stages)}, {settings.precision} on {where}, into "
         f"{run.opened.folder}",

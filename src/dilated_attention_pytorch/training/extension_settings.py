@@ -20,7 +20,7 @@ from .run_settings import (
 )
 from .stages import check_stage_ends, stage_ends
 
-Rotary = Literal["yarn", "linear", "ntk", "none"]
+Rotary = Literal["auto", "yarn", "linear", "ntk", "none"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,8 +42,9 @@ class ExtensionSettings(RunSettings):
     its training text, before training, and takes the cheapest of the nearly best (docs/long-context.md)."""
     layer_patterns: tuple[str, ...] = ()
     """Instead of one pattern, a pattern per layer; "" for a layer that keeps its own sliding window."""
-    rotary: Rotary = "yarn"
-    """Scaling of the rotary positions. See extend_context."""
+    rotary: Rotary = "auto"
+    """Scaling of the rotary positions, see extend_context. "auto": "yarn"; "none" if the run chooses windows in all
+    layers."""
     stages: tuple[int, ...] = ()
     """Lengths of the training windows, in stages of equally many steps. Default: twice the model's own length, doubled
     up to the new one."""
@@ -107,10 +108,13 @@ class ExtensionSettings(RunSettings):
 
     def left_open(self) -> dict[str, Any]:
         """Settings whose value means that the run chooses."""
-        return {**RunSettings.left_open(self), "pattern": "", "layer_patterns": [], "stages": [], "batch_tokens": 0}
+        lists: dict[str, Any] = {"layer_patterns": [], "stages": []}
+        return {**RunSettings.left_open(self), **lists, "pattern": "", "rotary": "auto", "batch_tokens": 0}
 
     def complete(self, own_length: int) -> ExtensionSettings:
-        """The same with stages and batch filled in, for a model of ``own_length`` tokens.
+        """The same with stages, batch and scaling filled in, for a model of ``own_length`` tokens.
+
+        Where the run chooses the pattern, it chooses the scaling with it.
 
         Raises:
             ValueError: the new length does not exceed ``own_length``.
@@ -121,17 +125,23 @@ class ExtensionSettings(RunSettings):
                 f"(max_position_embeddings), got {self.context_length}"
             )
         stages = self.stages or tuple(rising_lengths(own_length, self.context_length)[-self.steps :])
-        return replace(self, stages=stages, batch_tokens=self.batch_tokens or self.context_length)
+        rotary = "yarn" if self.patterns and self.rotary == "auto" else self.rotary
+        return replace(self, stages=stages, batch_tokens=self.batch_tokens or self.context_length, rotary=rotary)
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The pattern of all layers, or one per layer; empty if the run is to choose them."""
         return (self.pattern,) if self.pattern else self.layer_patterns
 
-    def with_patterns(self, patterns: Sequence[str]) -> ExtensionSettings:
-        """The same with the pattern of all layers, or one per layer."""
+    def with_patterns(self, patterns: Sequence[str], rotary: Rotary = "yarn") -> ExtensionSettings:
+        """The same with the pattern of all layers, or one per layer, and the scaling where ``self`` leaves it open."""
         is_one = len(patterns) == 1
-        return replace(self, pattern=patterns[0] if is_one else "", layer_patterns=() if is_one else tuple(patterns))
+        return replace(
+            self,
+            pattern=patterns[0] if is_one else "",
+            layer_patterns=() if is_one else tuple(patterns),
+            rotary=rotary if self.rotary == "auto" else self.rotary,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON-serialisable values."""

@@ -3,7 +3,8 @@
 A model of L tokens is to read N. Candidates:
 
 - segments of L tokens in full and of 2 L, 4 L, ... N with rates 2, 4, ..., in all layers;
-- a window of L tokens and the first :data:`SINKS` of the text, in all layers;
+- a window of L tokens and the first :data:`SINKS` of the text, in all layers, with the model's positions as they are:
+  distances within the window do not grow;
 - that window in most layers, and dense attention in the quarter that needs it most;
 - the same with the segments in that quarter.
 
@@ -61,6 +62,8 @@ class Candidate:
     """Bits per token."""
     density: float
     """Fraction of the pairs of dense attention in all layers."""
+    rotary: Rotary
+    """Scaling of the positions."""
 
 
 def dense(length: int) -> str:
@@ -148,20 +151,21 @@ def measure_candidates(
     precision: str,
     console: Console,
 ) -> list[Candidate]:
-    """The candidates, best first, and the model extended with the best.
+    """The candidates, best first.
 
     Args:
         model: a model of ``own_length`` tokens, changed in place.
         texts: int64 ``[N]`` each, of the new length N.
         own_length: its length in tokens.
         num_kv_heads: key/value heads of a layer.
-        rotary: scaling of its positions, see :func:`extend_context`.
+        rotary: scaling of its positions in all candidates, see :func:`extend_context`; "auto": none for windows in all
+            layers, YaRN for others.
         precision: computation precision.
         console: console for the progress.
     """
     length = max(map(len, texts))
     far, near = segments(own_length, length, num_kv_heads), window(own_length)
-    named: dict[str, tuple[str, ...]] = {"segments in all layers": (far,), "windows and first tokens": (near,)}
+    named: dict[str, tuple[str, ...]] = {"windows and first tokens": (near,), "segments in all layers": (far,)}
     layers = layers_apart(model, dense(own_length), console)
     if len(layers) > 1:
         own_texts = [text[start : start + own_length] for text in texts for start in (0, length - own_length)]
@@ -170,17 +174,20 @@ def measure_candidates(
         words = ", ".join(str(layer) for layer in sorted(chosen))
         for name, pattern in ((f"dense in layers {words}", dense(length)), (f"segments in layers {words}", far)):
             named[f"{name}, windows in others"] = by_layer(model, chosen, pattern, near)
-    extend_context(model, length, far, rotary=rotary)
     found = []
+    scaled: Rotary = "none"
     for name, patterns in named.items():
+        wanted = rotary if rotary != "auto" else "none" if patterns == (near,) else "yarn"
+        if wanted != "none" and scaled == "none":  # the others follow with the same scaling
+            extend_context(model, length, far, rotary=wanted)
+            scaled = wanted
         set_pattern(model, of_model(patterns))
         bits = mean_bits(model, texts, length, precision, console, name)
         density = pretrained_flops(model).density(length)
-        found.append(Candidate(name=name, patterns=patterns, bits=bits, density=density))
+        found.append(Candidate(name=name, patterns=patterns, bits=bits, density=density, rotary=wanted))
     least = min((one.bits for one in found if math.isfinite(one.bits)), default=math.inf)
     is_close = {one.name: one.bits <= (1.0 + CLOSE) * least for one in found}
     found.sort(key=lambda one: (not is_close[one.name], one.density if is_close[one.name] else one.bits))
-    set_pattern(model, of_model(found[0].patterns))
     return found
 
 
@@ -188,7 +195,7 @@ def described(found: Sequence[Candidate], bytes_per_token: float) -> list[str]:
     """A line for each candidate."""
     return [
         f"{'chosen' if one is found[0] else 'instead'}: {one.name}: {one.bits / bytes_per_token:.3f} bits per byte, "
-        f"{one.density:.1%} of the pairs of dense attention"
+        f"{one.density:.1%} of the pairs of dense attention, rotary scaling {one.rotary}"
         for one in found
     ]
 
@@ -199,6 +206,7 @@ def recorded(found: Sequence[Candidate], bytes_per_token: float) -> list[dict[st
         {
             "name": one.name,
             "patterns": list(one.patterns),
+            "rotary": one.rotary,
             "bits_per_byte": one.bits / bytes_per_token,
             "density": one.density,
         }
