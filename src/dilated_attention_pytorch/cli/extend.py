@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Extend(ExtensionSettings):
     """Extend the context length of a pretrained transformers model.
 
-    Evaluates the model on held-out text at its own length and at the new one, scales its rotary positions, gives it
-    dilated attention, trains it on windows that grow to the new length, and evaluates it again. The run folder gets the
-    model with its tokenizer, the results (training.json, context.png), metrics and checkpoints. Ctrl-C saves a
+    Evaluates the model on held-out text at its own length and at the new one, replaces its attention, scales its rotary
+    positions where needed, trains it on windows that grow to the new length, and evaluates it again. The run folder
+    gets the model with its tokenizer, the results (training.json, context.png), metrics and checkpoints. Ctrl-C saves a
     checkpoint and stops; --resume continues.
 
         dilated-attention extend --model my/llama --context-length 32768 --data texts/ --output runs/long

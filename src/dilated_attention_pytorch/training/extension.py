@@ -20,7 +20,7 @@ from .checkpoint import RESTORE
 from .data.corpus import Corpus, Text, check_same_corpus, corpus_figures, describe_corpus, read_corpus
 from .data.sources import describe_skipped
 from .data.windows import EvaluationWindows, StagedBatches, one_batch
-from .extension_settings import ExtensionSettings
+from .extension_settings import ExtensionSettings, scaling
 from .lifecycle import (
     OpenRun,
     begin,
@@ -85,9 +85,9 @@ def extend(
 ) -> ExtensionOutcome:
     """Extend the context length of a pretrained model, into the folder ``output``, which must be free.
 
-    The model is measured on held-out text at its own length and at the new one, its positions are scaled and its
-    attention is replaced (:func:`extend_context`), by the pattern of the settings, or the best of some candidates
-    (:mod:`.pattern_choice`). It is measured again, trained on windows that grow to the new
+    The model is measured on held-out text at its own length and at the new one. Its attention is replaced by the
+    pattern of the settings, or the best of some candidates (:mod:`.pattern_choice`), and its positions are scaled
+    unless windows are chosen (:func:`extend_context`). It is measured again, trained on windows that grow to the new
     length, and measured a third time.
 
     Args:
@@ -147,7 +147,7 @@ def _begin(settings: ExtensionSettings, output: Path, console: Console) -> Exten
     checked = settings
     if not settings.patterns:  # those of the simplest candidate
         far = pattern_choice.segments(own_length, settings.context_length, num_kv_heads(config))
-        checked = settings.with_patterns([far])
+        checked = settings.with_patterns([far], scaling(settings.rotary))
     density = _check_model(load_model(what, settings.model, device), checked)
     model = load_model(what, settings.model, device)  # the check changes its model
     windows = _held_out_windows(inputs.held_out, settings)

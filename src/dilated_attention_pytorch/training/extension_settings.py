@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from dilated_attention_pytorch.integrations.transformers.extension import Rotary as Scaling
 from dilated_attention_pytorch.patterns import pattern_from_expression
 
 from .run_settings import (
@@ -20,7 +21,7 @@ from .run_settings import (
 )
 from .stages import check_stage_ends, stage_ends
 
-Rotary = Literal["auto", "yarn", "linear", "ntk", "none"]
+Rotary = Literal["auto", Scaling]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,7 +126,7 @@ class ExtensionSettings(RunSettings):
                 f"(max_position_embeddings), got {self.context_length}"
             )
         stages = self.stages or tuple(rising_lengths(own_length, self.context_length)[-self.steps :])
-        rotary = "yarn" if self.patterns and self.rotary == "auto" else self.rotary
+        rotary = scaling(self.rotary) if self.patterns else self.rotary
         return replace(self, stages=stages, batch_tokens=self.batch_tokens or self.context_length, rotary=rotary)
 
     @property
@@ -133,14 +134,14 @@ class ExtensionSettings(RunSettings):
         """The pattern of all layers, or one per layer; empty if the run is to choose them."""
         return (self.pattern,) if self.pattern else self.layer_patterns
 
-    def with_patterns(self, patterns: Sequence[str], rotary: Rotary = "yarn") -> ExtensionSettings:
-        """The same with the pattern of all layers, or one per layer, and the scaling where ``self`` leaves it open."""
+    def with_patterns(self, patterns: Sequence[str], rotary: Rotary) -> ExtensionSettings:
+        """The same with the pattern of all layers, or one per layer, and the scaling of the positions."""
         is_one = len(patterns) == 1
         return replace(
             self,
             pattern=patterns[0] if is_one else "",
             layer_patterns=() if is_one else tuple(patterns),
-            rotary=rotary if self.rotary == "auto" else self.rotary,
+            rotary=rotary,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,6 +157,13 @@ class ExtensionSettings(RunSettings):
             TypeError, ValueError: an unknown key, or a value out of range.
         """
         return cls(**{**values, "data": tuple(values["data"]), "stages": tuple(values["stages"])})
+
+
+def scaling(rotary: Rotary, *, is_near: bool = False) -> Scaling:
+    """The scaling that ``rotary`` stands for; ``is_near``: the run chose windows in all layers, which need none."""
+    if rotary != "auto":
+        return rotary
+    return "none" if is_near else "yarn"
 
 
 def rising_lengths(own_length: int, length: int) -> list[int]:

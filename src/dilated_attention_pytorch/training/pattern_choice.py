@@ -34,7 +34,7 @@ from dilated_attention_pytorch.integrations.transformers.config import (
 )
 
 from .evaluation import bits_of_tokens
-from .extension_settings import Rotary, rising_lengths
+from .extension_settings import Rotary, rising_lengths, scaling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,8 +158,7 @@ def measure_candidates(
         texts: int64 ``[N]`` each, of the new length N.
         own_length: its length in tokens.
         num_kv_heads: key/value heads of a layer.
-        rotary: scaling of its positions in all candidates, see :func:`extend_context`; "auto": none for windows in all
-            layers, YaRN for others.
+        rotary: scaling of its positions in all candidates, see :func:`.extension_settings.scaling`.
         precision: computation precision.
         console: console for the progress.
     """
@@ -177,7 +176,7 @@ def measure_candidates(
     found = []
     scaled: Rotary = "none"
     for name, patterns in named.items():
-        wanted = rotary if rotary != "auto" else "none" if patterns == (near,) else "yarn"
+        wanted = scaling(rotary, is_near=patterns == (near,))
         if wanted != "none" and scaled == "none":  # the others follow with the same scaling
             extend_context(model, length, far, rotary=wanted)
             scaled = wanted
