@@ -37,7 +37,7 @@ from dilated_attention_pytorch.patterns import pattern_from_expression
 from dilated_attention_pytorch.training import PRESETS, ExtensionSettings, extend
 from dilated_attention_pytorch.training.data.corpus import read_corpus
 from dilated_attention_pytorch.training.data.windows import EvaluationWindows, TrainingWindows, evenly_spread
-from dilated_attention_pytorch.training.evaluation import binned, draw_positions
+from dilated_attention_pytorch.training.evaluation import binned, chart
 from dilated_attention_pytorch.training.manifest import read_json
 from dilated_attention_pytorch.training.optimizer import build_optimizer
 from dilated_attention_pytorch.training.pattern_choice import dense, window
@@ -50,6 +50,7 @@ from .study_texts import folder_texts, prepare
 BLOCK = 64
 """Keys of a block."""
 CONTENT = "blocks by content"
+DENSE = "dense in all layers"
 _READ = {"what": "benchmark", "remedy": "remove the folder and begin anew"}
 
 
@@ -94,10 +95,9 @@ def content_stand_in(short: int) -> str:
 @contextlib.contextmanager
 def blocks_by_content(short: int) -> Iterator[None]:
     """Context in which layers with :func:`content_stand_in` see blocks that are chosen by content."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from dilated_attention_pytorch.integrations.transformers import registration
 
-    register()
-    ours = ALL_ATTENTION_FUNCTIONS["dilated"]
+    ours = registration.dilated_attention_forward
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
         rows = query.shape[2]
@@ -133,11 +133,14 @@ def blocks_by_content(short: int) -> Iterator[None]:
         )
         return found.out.transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS.register("dilated", attention)
+    # Every set_pattern registers what the module holds, so this is what has to change.
+    registration.dilated_attention_forward = attention
     try:
+        register()
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS.register("dilated", ours)
+        registration.dilated_attention_forward = ours
+        register()
 
 
 def pretrain(folder: Path, texts: Path, tokenizer: Path, given: LongContext) -> dict[str, Any]:
@@ -228,7 +231,7 @@ def fixed_patterns(given: LongContext, length: int) -> dict[str, tuple[str, ...]
     """Patterns that are not among the candidates of ``extend``, by name; their positions are scaled."""
     return {
         "windows and first tokens, positions scaled": (window(given.short),),
-        "dense in all layers": (dense(length),),
+        DENSE: (dense(length),),
         CONTENT: (content_stand_in(given.short),),
     }
 
@@ -239,14 +242,33 @@ def density(patterns: Sequence[str], length: int, num_heads: int) -> float:
     return mean(one.density(length, num_kv_heads=num_heads, is_causal=True) for one in found)
 
 
+def beyond_dense(records: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    """Positions, and bits per byte after training less those of dense attention in all layers, by attention."""
+    curves = {name: record["measured"]["trained"]["by_position"] for name, record in records.items()}
+    _, dense_bits = curves.pop(DENSE)
+    return {
+        name: (positions, [one - other for one, other in zip(bits, dense_bits, strict=True)])
+        for name, (positions, bits) in curves.items()
+    }
+
+
 def draw(records: dict[str, Any], file: Path) -> None:
-    """Write the picture: bits per byte by position after training, for each pattern."""
-    curves = {}
-    for name, record in records.items():
-        length, found = str(record["settings"]["context_length"]), record["measured"]["trained"]
-        curves[f"{name}, mean {found['bits_per_byte'][length]:.3f}"] = found["by_position"]
+    """Write the picture: :func:`beyond_dense` from position 16 on, before which a range has too few tokens."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    draw_positions(file, curves, next(iter(records.values()))["own_length"])
+    with chart(file, (6.4, 5.4)) as figure:
+        axes = figure.subplots()
+        for name, (positions, bits) in beyond_dense(records).items():
+            shown = [(at, value) for at, value in zip(positions, bits, strict=True) if at >= 16]
+            axes.plot(*zip(*shown, strict=True), marker="o", markersize=3, label=name)
+        axes.axhline(0, color="black", linewidth=1, label=DENSE)
+        own_length = next(iter(records.values()))["own_length"]
+        axes.axvline(own_length, color="black", linestyle="--", linewidth=1, label=f"own length, {own_length:,}")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("position in the text, tokens")
+        axes.set_ylabel("bits per byte, less those of dense attention")
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=1)
 
 
 def measure(given: LongContext) -> dict[str, Any]:

@@ -331,18 +331,33 @@ def hybrids_made(values: Values) -> str:
 
 
 def long_context(values: Values) -> str:
-    """Bits per byte of an extended model by its attention, before and after training."""
-    rows: list[Sequence[str]] = []
-    for length, runs in values["runs"].items():
-        first = next(iter(runs.values()))
-        before = first["measured"]["before"]["bits_per_byte"][length]
-        rows.append((f"{int(length):,}", "dense, positions not scaled", "100 %", f"{before:.3f}", ""))
-        best_first = sorted(runs.items(), key=lambda one: one[1]["measured"]["trained"]["bits_per_byte"][length])
-        for name, run in best_first:
-            bits = (f"{run['measured'][state]['bits_per_byte'][length]:.3f}" for state in ("replaced", "trained"))
-            attention = f"{name} (chosen)" if run is first else name
-            rows.append((f"{int(length):,}", attention, f"{run['density']:.0%}".replace("%", " %"), *bits))
-    return markdown(("tokens read", "attention", "pairs", "before training", "after"), rows)
+    """Bits per byte of an extended model by its attention, at each length before and after training.
+
+    Best first after training at the longest. The layers that a candidate names differ between lengths, so a row has
+    their number.
+    """
+    states = ("replaced", "trained")
+    runs = values["runs"]
+    before: list[str] = []
+    rows: dict[str, list[tuple[Any, ...]]] = {}
+    for length, of_length in runs.items():
+        first = next(iter(of_length.values()))
+        before += ["100", f"{first['measured']['before']['bits_per_byte'][length]:.3f}", ""]
+        for name, run in of_length.items():
+            row = re.sub(r"layers (\d[\d, ]*\d|\d)", lambda found: f"{found[1].count(',') + 1} layers", name)
+            bits = [run["measured"][state]["bits_per_byte"][length] for state in states]
+            share = f"{100 * run['density']:.0f}"
+            rows.setdefault(row, []).append((share, *bits, run is first))
+    table = [("dense, positions not scaled", *before)]
+    for name, found in sorted(rows.items(), key=lambda one: one[1][-1][2]):
+        cells = [f"{cell:.3f}" if isinstance(cell, float) else cell for one in found for cell in one[:3]]
+        chosen = [f"{int(length):,}" for length, one in zip(runs, found, strict=True) if one[3]]
+        where = "" if len(chosen) == len(runs) else f" at {', '.join(chosen)}"
+        where = f" (chosen{where})" if chosen else ""
+        table.append((f"{name}{where}", *cells))
+    columns = (" tokens: pairs, %", ": before training", ": after")
+    head = [f"{int(length):,}{column}" for length in runs for column in columns]
+    return markdown(("attention", *head), table)
 
 
 def with_spread(values: Sequence[float]) -> str:
@@ -372,6 +387,7 @@ TABLES: dict[str, tuple[str, Callable[[Values], str]]] = {
     "planner": ("planner.json", planner),
     "hybrids-code": ("hybrids.json", hybrids_code),
     "hybrids-made": ("hybrids.json", hybrids_made),
+    "long-context": ("long_context.json", long_context),
     "scale-plan": ("parallel.json#billion", scale_plan),
 }
 """File of results, with its section, and what writes the table."""
@@ -426,13 +442,17 @@ def span(days: Sequence[str]) -> str:
 
 
 def written(text: str) -> str:
-    """A page's text with its tables written anew."""
+    """A page's text with its tables written anew; the first of a file of results has the machines below it."""
+    described = set()
 
     def table(name: str) -> str:
         if name == OLDER:
             return older_figures()
         values = read(name)
-        return f"{TABLES[name][1](values)}\n\n{machine_of(values)}"
+        file, make = TABLES[name]
+        machines = "" if file in described else f"\n\n{machine_of(values)}"
+        described.add(file)
+        return f"{make(values)}{machines}"
 
     return _MARKED.sub(lambda found: found.group(1) + table(found["name"]), text)
 

@@ -12,7 +12,9 @@ import torch
 from benchmarks.long_context import (
     BLOCK,
     CONTENT,
+    DENSE,
     LongContext,
+    beyond_dense,
     blocks_by_content,
     content_stand_in,
     density,
@@ -21,11 +23,11 @@ from benchmarks.long_context import (
     pretrain,
 )
 from benchmarks.study_texts import prepare
+from benchmarks.tables import RESULTS, ROOT
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from benchmarks import tables
 from dilated_attention_pytorch.integrations import set_pattern
-from dilated_attention_pytorch.training.evaluation import binned, draw_positions
 from dilated_attention_pytorch.training.pattern_choice import window
 
 
@@ -53,8 +55,8 @@ def test_all_blocks_chosen_are_dense_attention_and_few_are_not() -> None:
     ids = torch.randint(97, (1, rows), generator=torch.Generator().manual_seed(1))
     expected = model_with(f"DilatedPattern([{rows}], [1])")(ids).logits
     for short, is_dense in ((rows, True), (2 * BLOCK, False)):
-        model = model_with(content_stand_in(short))
         with blocks_by_content(short):
+            model = model_with(content_stand_in(short))  # as `extend`, which gives the pattern inside the context
             found = model(ids, labels=ids)
         found.loss.backward()
         assert all(weight.grad is not None for weight in model.parameters())
@@ -70,38 +72,49 @@ def test_blocks_by_content_have_about_as_many_pairs_as_the_window_of_extend() ->
     assert density(patterns[CONTENT], 8192, 6) == pytest.approx(density((window(1024),), 8192, 6), rel=0.01)
 
 
-def test_the_table_has_the_choice_and_the_others_best_first() -> None:
-    def record(replaced: float, trained: float) -> dict[str, Any]:
-        states = {"before": 3.5, "replaced": replaced, "trained": trained}
-        return {
-            "density": 0.254,
-            "measured": {state: {"bits_per_byte": {"1024": 9.0, "8192": bits}} for state, bits in states.items()},
-        }
+def test_the_table_has_a_row_for_each_attention_the_best_at_the_longest_first() -> None:
+    def record(share: float, **bits: float) -> dict[str, Any]:
+        states = {"before": 3.5, **bits}
+        lengths = ("4096", "8192")
+        measured = {state: {"bits_per_byte": dict.fromkeys(lengths, value)} for state, value in states.items()}
+        return {"density": share, "measured": measured}
 
-    values = {"runs": {"8192": {"segments": record(2.5, 2.4), "dense in some": record(2.6, 2.3)}}}
+    values = {
+        "runs": {
+            "4096": {
+                "segments": record(0.4, replaced=2.51, trained=2.2),
+                "dense in layers 3, 11": record(0.5, replaced=2.52, trained=2.1),
+                "dense in all layers": record(1.0, replaced=2.53, trained=2.0),
+            },
+            "8192": {
+                "dense in layers 0, 5": record(0.3, replaced=2.6, trained=2.3),
+                "segments": record(0.2, replaced=2.5, trained=2.4),
+                "dense in all layers": record(1.0, replaced=2.7, trained=2.35),
+            },
+        }
+    }
     assert tables.long_context(values).splitlines()[2:] == [
-        "| 8,192 | dense, positions not scaled | 100 % | 3.500 | |",
-        "| 8,192 | dense in some | 25 % | 2.600 | 2.300 |",
-        "| 8,192 | segments (chosen) | 25 % | 2.500 | 2.400 |",
+        "| dense, positions not scaled | 100 | 3.500 | | 100 | 3.500 | |",
+        "| dense in 2 layers (chosen at 8,192) | 50 | 2.520 | 2.100 | 30 | 2.600 | 2.300 |",
+        "| dense in all layers | 100 | 2.530 | 2.000 | 100 | 2.700 | 2.350 |",
+        "| segments (chosen at 4,096) | 40 | 2.510 | 2.200 | 20 | 2.500 | 2.400 |",
     ]
 
 
-def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    curves = {name: 2 + torch.rand(63, dtype=torch.float64) for name in ("dense", "chosen")}
-    records = {
-        name: {
-            "settings": {"context_length": 64},
-            "own_length": 16,
-            "measured": {"trained": {"bits_per_byte": {"64": curve.mean().item()}, "by_position": binned(curve)}},
-        }
-        for name, curve in curves.items()
-    }
-    draw(json.loads(json.dumps(records)), tmp_path / "results.png")
-    points = {f"{name}, mean {curve.mean():.3f}": binned(curve) for name, curve in curves.items()}
-    draw_positions(tmp_path / "run.png", points, 16)
-    drawn, run = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("results", "run"))
-    assert (drawn == run).all()
+def test_a_curve_is_the_bits_beyond_those_of_dense_attention() -> None:
+    def record(*bits: float) -> dict[str, Any]:
+        return {"measured": {"trained": {"by_position": [[2.0, 40.0], list(bits)]}}}
+
+    found = beyond_dense({"windows": record(2.5, 1.25), DENSE: record(2.0, 1.5), CONTENT: record(2.0, 1.0)})
+    assert found == {"windows": ([2.0, 40.0], [0.5, -0.25]), CONTENT: ([2.0, 40.0], [0.0, -0.5])}
+
+
+def test_the_picture_of_the_page_is_drawn_from_the_results(tmp_path: Path) -> None:
+    longest = list(json.loads((RESULTS / "long_context.json").read_text())["runs"].values())[-1]
+    draw(longest, tmp_path / "long-context.png")
+    new, old = (matplotlib.image.imread(path) for path in (tmp_path / "long-context.png", ROOT / LongContext().picture))
+    assert new.shape == old.shape
+    assert abs(new - old).mean() < 0.0005
 
 
 def test_a_stopped_pretraining_goes_on_and_ends_with_the_same_weights(
