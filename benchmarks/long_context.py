@@ -304,6 +304,7 @@ def measure(given: LongContext) -> dict[str, Any]:
                 found[name] = extended(open_settings.with_patterns(patterns, rotary), own)
         for name, record in found.items():
             settings = ExtensionSettings.from_dict(record["settings"])
+            record["settings"]["data"] = [str(texts)]  # as given; a run resolves it to a folder of its machine
             record["density"] = density(settings.patterns, length, given.width // 32)
             for state, measured in record["measured"].items():
                 print(f"{length}, {name}, {state}: {measured['bits_per_byte']}", flush=True)

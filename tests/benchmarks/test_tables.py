@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from benchmarks.measured_code import is_stale
-from benchmarks.tables import OLDER, ROOT, TABLES, markdown, pages, written
+from benchmarks.tables import OLDER, RESULTS, ROOT, TABLES, markdown, pages, written
 
 from benchmarks import tables
 
@@ -49,3 +49,9 @@ def test_a_model_without_a_time_at_a_length_has_an_empty_cell() -> None:
 
 def test_a_table_is_markdown() -> None:
     assert markdown(("a", ""), [("1", "x"), ("", "y")]) == "| a | |\n|---|---|\n| 1 | x |\n| | y |"
+
+
+def test_no_result_names_a_folder_of_the_machine_that_measured_it() -> None:
+    for file in sorted(RESULTS.rglob("*.json")):
+        text = file.read_text(encoding="utf-8")
+        assert not re.findall(r'["= ]/(?:home|root|tmp|work|Users)/[^"]*', text), file
